@@ -19,7 +19,7 @@ from typing import Any
 import openai
 from PIL import Image
 
-from measure.messages import image_part, png_url, text_part
+from measure.messages import png_url
 from measure.serving import Server, ServingError, log_errors, serving
 from reader.assemble import MODELS
 from reader.tasks import PageExample
@@ -63,11 +63,7 @@ class Question:
     @cached_property
     def messages(self) -> list[Any]:
         """Return the conversation, which begins the answer."""
-        example = self.example
-        images = [image_part(png_url(page)) for page in example.pages]
-        content = [text_part(example.introduction), *images, text_part(example.question)]
-        start = {"role": "assistant", "content": example.asked.start}
-        return [{"role": "user", "content": content}, start]
+        return self.example.chat()
 
 
 def exit_status(title: str, program: Callable[[], int]) -> int:

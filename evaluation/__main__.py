@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask SmolLM2 questions with the full cache and with each arm, and write tables of right answers.
 
-Without a field, a part of each within an hour. Interrupted, the same command continues.
+Without a field, a part of each within an hour. Interrupted, the same command continues. `load` asks
+servers over HTTP instead, stock and evicting ones, at more and more requests in flight.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from measure.engines import ENVIRONMENT, set_environment
@@ -17,13 +20,16 @@ from measure.engines import ENVIRONMENT, set_environment
 # The modules below import torch and vLLM, which read these.
 set_environment({**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1"})
 
-from evaluation import pages, results, texts  # noqa: E402
+from evaluation import load, pages, results, texts  # noqa: E402
 from evaluation.answers import AnswerLog  # noqa: E402
 from evaluation.arms import METHODS, MIXES, ROOT, crossed  # noqa: E402
 from evaluation.field import Field, Run, plan  # noqa: E402
+from evaluation.load_report import write_load_report  # noqa: E402
+from evaluation.load_results import LoadResult, Reply, read_points, summarise  # noqa: E402
 from evaluation.parts import Part  # noqa: E402
 from evaluation.report import write_report  # noqa: E402
 from measure.facts import command_line  # noqa: E402
+from measure.serving import ServingError  # noqa: E402
 from measure.smollm import WeightsMissingError, find_weights  # noqa: E402
 from measure.text_tasks import FRESH, TRAINING  # noqa: E402
 from vllm_tgvkv.shared.errors import EvictionConfigError  # noqa: E402
@@ -34,6 +40,9 @@ BRIEF = {"text": 20, "pages": 10}
 
 SPLITS = {"test": 0, "fresh": FRESH, "training": TRAINING}
 """Numbers of their first questions; see `measure.text_tasks`."""
+
+LOAD = "load"
+"""Stands for a field on the command line; its parts are kinds of questions."""
 
 DOCS = ROOT / "docs" / "evaluation"
 BUILD = ROOT / "build" / "evaluation"
@@ -48,17 +57,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     options = parser.parse_args(given)
+    command = command_line("evaluation", given)
     try:
+        if options.field == LOAD:
+            _run_load(options, command)
+            return 0
         for name in [options.field] if options.field else BRIEF:
             chosen = argparse.Namespace(**vars(options))
             if not options.field:
                 chosen.questions = min(BRIEF[name], options.questions or BRIEF[name])
                 chosen.parts = options.parts or ["default"]
-            _run(FIELDS[name], chosen, command_line("evaluation", given))
-    except (UsageError, EvictionConfigError, WeightsMissingError, results.ResultsError) as error:
+            _run(FIELDS[name], chosen, command)
+    except (
+        UsageError,
+        EvictionConfigError,
+        WeightsMissingError,
+        results.ResultsError,
+        ServingError,
+    ) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        print("\nInterrupted; the same command continues from here.", file=sys.stderr)
+        said = "begins again" if options.field == LOAD else "continues from here"
+        print(f"\nInterrupted; the same command {said}.", file=sys.stderr)
         return 130
     return 0
 
@@ -66,10 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(field: Field, options: argparse.Namespace, command: str) -> None:
     """Answer a field's parts, and write results and page after each one."""
     folder = (DOCS if options.publish else options.output or BUILD) / field.name
-    found = results.read(folder)
+    found = results.read(folder, results.read_part)
     if options.report:
-        if not found:
-            raise UsageError(f"--report: {folder} holds no results; run a part first")
+        _need(found, folder)
         write_report(field, found, folder)
         return
     parts = _parts(field, options)
@@ -89,9 +108,52 @@ def _run(field: Field, options: argparse.Namespace, command: str) -> None:
     print(f"Written: {folder / 'README.md'}")
 
 
+def _run_load(options: argparse.Namespace, command: str) -> None:
+    """Ask the servers' questions of each kind, and write results and page after each load."""
+    folder = (DOCS if options.publish else options.output or BUILD) / LOAD
+    found = results.read(folder, read_points)
+    if options.report:
+        _need(found, folder)
+        write_load_report(found, folder)
+        return
+    names, count = options.parts or list(load.CROWDS), options.questions or load.QUESTIONS
+    _check("--parts", names, load.CROWDS)
+    if options.plan:
+        asked = count * len(options.loads) * len(load.ARMS)
+        for name in names:
+            minutes = asked * load.CROWDS[name].seconds / 60
+            print(f"{name}: {asked} answers, about {minutes:.0f} min on two cores")
+        return
+    for name in names:
+        crowd = load.CROWDS[name]
+        facts = FIELDS[name].facts(command, options.questions, 0)
+        del facts["settings"]  # of an engine that is not used here
+        facts["commands"] = {
+            arm.key: shlex.join(["vllm", *crowd.serve_arguments(arm)]) for arm in load.ARMS
+        }
+        found[name] = LoadResult(facts, [])
+        found = {each: found[each] for each in load.CROWDS if each in found}
+        reference: Sequence[Reply] = ()
+        logs, loads = BUILD / LOAD / name, sorted(options.loads)
+        for point in load.points(crowd, load.ARMS, loads, count, logs):
+            record = logs / f"{point.load:g}-{point.arm}.json"
+            record.write_text(json.dumps(asdict(point)), encoding="utf-8")
+            reference = reference or point.replies
+            found[name].points.append(summarise(point, reference))
+            print(f"{name}, load {point.load:g}, {point.arm}", flush=True)
+            results.write(found, folder)
+        write_load_report(found, folder)
+    print(f"Written: {folder / 'README.md'}")
+
+
+def _need(found: Mapping[str, object], folder: Path) -> None:
+    if not found:
+        raise UsageError(f"--report: {folder} holds no results; run a part first")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m evaluation", description=__doc__)
-    parser.add_argument("field", nargs="?", choices=FIELDS)
+    parser.add_argument("field", nargs="?", choices=[*FIELDS, LOAD])
     parser.add_argument("--parts", nargs="+", metavar="PART", help="of the field; default: all")
     parser.add_argument(
         "--methods",
@@ -102,6 +164,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.2, 0.1, 0.05])
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="default: all of each part")
     parser.add_argument("--questions", type=int, metavar="N", help="at most this many of each task")
+    parser.add_argument(
+        "--loads",
+        nargs="+",
+        type=float,
+        default=list(load.LOADS),
+        help="of `load`: requests in flight, times what the pool of stock holds",
+    )
     parser.add_argument(
         "--split",
         choices=SPLITS,

@@ -97,6 +97,28 @@ class Asked:
         )
 
 
+def turns(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation's text, up to the assistant's next turn."""
+    text: str = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=False
+    )
+    return text
+
+
+class TextWriter:
+    """Writes questions about texts whose prompts have a length by a tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._count = lru_cache(maxsize=1 << 14)(
+            lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+        )
+        self._frame = self._count(turns(tokenizer, [{"role": "user", "content": ""}]))
+
+    def __call__(self, question: TextQuestion) -> TextExample:
+        """Return the question's words."""
+        return question.example(self._frame, self._count)
+
+
 class LanguageEngine(LocalEngine):
     """SmolLM2 in vLLM, and the questions of a field."""
 
@@ -143,7 +165,7 @@ class LanguageEngine(LocalEngine):
 
         for question, same in groupby(work, key=lambda item: item[0]):
             example, given = self.example(question)
-            (prompt,) = self.llm.renderer.render_cmpl([given])
+            (prompt,) = self._rendered(given)
             pieces = tuple(self._tokenizer.decode([i]) for i in self._encode(example.answer))
             for _, arm in same:
                 asked = Asked(question.task.name, question.number, arm, example, pieces)
@@ -155,16 +177,26 @@ class LanguageEngine(LocalEngine):
                 name = f"{question.task.name}/{question.number}/{arm.key}"
                 yield Request(name, asked, prompt, sampling)
 
+    def _rendered(self, given: dict[str, Any]) -> list[Any]:
+        """Return vLLM's input for a prompt, or for messages whose last one is to be continued."""
+        from vllm.renderers import ChatParams
+
+        renderer = self.llm.renderer
+        if "messages" not in given:
+            rendered: list[Any] = renderer.render_cmpl([given])
+            return rendered
+        kwargs = {"add_generation_prompt": False, "continue_final_message": True}
+        _, rendered = renderer.render_chat(
+            [given["messages"]], ChatParams(chat_template_kwargs=kwargs)
+        )
+        return rendered
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _turns(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return a conversation's text, up to the assistant's next turn."""
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
-        )
-        return text
+        return turns(self._tokenizer, messages)
 
 
 class TextEngine(LanguageEngine):
@@ -177,12 +209,16 @@ class TextEngine(LanguageEngine):
             WeightsMissingError: if the package with the weights is not installed.
         """
         super().__init__(model_folder(MODELS), settings, arms)
-        self._count = lru_cache(maxsize=1 << 14)(lambda text: len(self._encode(text)))
-        self._frame = len(self._encode(self._turns([{"role": "user", "content": ""}])))
+        self._write = TextWriter(self._tokenizer)
 
     def example(self, question: TextQuestion) -> tuple[TextExample, dict[str, Any]]:
         """Return the question's words, and the tokens of its prompt."""
-        example = question.example(self._frame, self._count)
+        example = self._write(question)
+        if example.system:  # as a chat, so that the plugin finds it
+            turns = ("system", "user", "assistant")
+            contents = (example.system, example.message, example.start)
+            messages = [{"role": r, "content": c} for r, c in zip(turns, contents, strict=True)]
+            return example, {"messages": messages}
         text = self._turns([{"role": "user", "content": example.message}]) + example.start
         return example, {"prompt_token_ids": self._encode(text)}
 

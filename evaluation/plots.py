@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a part: a row for each arm, a diagram for each task, a colour for each budget."""
+"""The pictures of the pages.
+
+Of a part: a row for each arm, a diagram for each task, a colour for each budget. Of load: a row for
+each kind of questions, a diagram for each figure, a colour for each arm.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from evaluation.load_results import Summary
 from evaluation.results import PartResult
 from measure.document import percent
 from measure.plots import colour, marker, save
@@ -52,4 +58,39 @@ def draw(result: PartResult, path: Path) -> None:
     handles, names = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
+    save(figure, path)
+
+
+_FIGURES: dict[str, Callable[[Summary], float]] = {
+    "right answers": lambda point: point.num_right / point.questions,
+    "tokens/s, prompt and answer": lambda point: point.tokens_per_second,
+    "time to first token, median, s": lambda point: point.ttft_median,
+    "preemptions": lambda point: point.preemptions,
+}
+
+
+def draw_load(results: Mapping[str, Sequence[Summary]], path: Path) -> None:
+    """Draw the figures of each kind of questions over the load."""
+    figure, grid = plt.subplots(
+        len(results),
+        len(_FIGURES),
+        figsize=(12, 0.6 + 2.4 * len(results)),
+        squeeze=False,
+        sharex=True,
+        layout="constrained",
+    )
+    for row, (title, points) in zip(grid, results.items(), strict=True):
+        loads = sorted({point.load for point in points})
+        for axes, (name, value) in zip(row, _FIGURES.items(), strict=True):
+            for number, arm in enumerate(dict.fromkeys(point.arm for point in points)):
+                mine = sorted((p.load, value(p)) for p in points if p.arm == arm)
+                xs, ys = zip(*mine, strict=True)
+                axes.plot(xs, ys, f"{marker(number)}-", color=colour(number), label=arm)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(loads, [f"{load:g}" for load in loads])
+            axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+            axes.set_title(name)
+        row[0].set_ylabel(title, fontsize="large")
+    figure.supxlabel("requests in flight, times what the pool of stock holds", fontsize="medium")
+    grid[0][0].legend(frameon=False, loc="lower left")
     save(figure, path)

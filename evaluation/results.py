@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -201,8 +201,24 @@ def _mean(values: Sequence[float]) -> float:
 # -- the file -------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> dict[str, PartResult]:
+T = TypeVar("T")
+
+
+def read_part(part: dict[str, Any]) -> PartResult:
+    """Return a part as the file has it."""
+    return PartResult(
+        part["facts"],
+        [TaskResult(**_estimates(task)) for task in part["tasks"]],
+        [Cell(**_estimates(cell)) for cell in part["cells"]],
+        [Comparison(**_estimates(claim)) for claim in part["comparisons"]],
+    )
+
+
+def read(folder: Path, part: Callable[[dict[str, Any]], T]) -> dict[str, T]:
     """Return the results in a folder by part; none if it has no file.
+
+    Args:
+        part: makes one of them.
 
     Raises:
         ResultsError: if another version wrote the file.
@@ -211,15 +227,8 @@ def read(folder: Path) -> dict[str, PartResult]:
     if not path.exists():
         return {}
     try:
-        return {
-            name: PartResult(
-                part["facts"],
-                [TaskResult(**_estimates(task)) for task in part["tasks"]],
-                [Cell(**_estimates(cell)) for cell in part["cells"]],
-                [Comparison(**_estimates(claim)) for claim in part["comparisons"]],
-            )
-            for name, part in json.loads(path.read_text(encoding="utf-8")).items()
-        }
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return {name: part(value) for name, value in values.items()}
     except (TypeError, KeyError) as error:
         raise ResultsError(
             f"{path} was written by another version of this program ({error}): remove it, or name "
@@ -227,14 +236,14 @@ def read(folder: Path) -> dict[str, PartResult]:
         ) from error
 
 
-def write(parts: dict[str, PartResult], folder: Path) -> None:
-    """Write the file with one line for each task, cell and comparison."""
+def write(parts: Mapping[str, Any], folder: Path) -> None:
+    """Write the file: facts, and one line for each item of the results' lists."""
     folder.mkdir(parents=True, exist_ok=True)
     text = ",\n".join(f"{json.dumps(name)}: {_lines(part)}" for name, part in parts.items())
     (folder / FILE).write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
 
 
-def _lines(part: PartResult) -> str:
+def _lines(part: Any) -> str:
     values = asdict(part)
     fields = [f'"facts": {json.dumps(values.pop("facts"))}']
     for name, items in values.items():
@@ -246,7 +255,8 @@ def _lines(part: PartResult) -> str:
 def _short(value: Any) -> Any:
     """Return a float with five digits; an estimate becomes a list of three."""
     if isinstance(value, dict):
-        return [_short(number) for number in value.values()]
+        short = {name: _short(each) for name, each in value.items()}
+        return list(short.values()) if short.keys() == {"mean", "low", "high"} else short
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -162,6 +162,17 @@ def summaries(text: str, tasks: Sequence[tuple[Task, int]], bases: Sequence[str]
     )
 
 
+_INSTRUCTED = tuple(
+    TextTask(kind, "prose", 1024, system=True) for kind in ("code", "maker", "room", "number")
+)
+_PROTECTED = tuple(
+    tuple(
+        arm(method, budget, protect=protect)
+        for method, budget in ((DEFAULT, 0.2), (DEFAULT, 0.1), ("snapkv", 0.2))
+    )
+    for protect in ("system", "none")
+)
+
 PARTS = {
     "methods": _METHODS,
     "default": _DEFAULT,
@@ -234,6 +245,18 @@ PARTS = {
         "There is no vision, so a block of summaries, of text, takes the place of one of tokens.",
         ((number("noise", 1024), 13), (number("prose", 512, keys=4), 16), (PASSAGES[0], 8)),
         ("snapkv", DEFAULT),
+    ),
+    "instructions": Part(
+        "Instructions before the text",
+        "A system prompt of about 110 tokens stands before the text. Three tasks ask for something "
+        "that it says, the fourth for a number in the text, which pays for what is protected. "
+        "`protect=system` keeps the system prompt in every layer and head; where the budget is "
+        "smaller than that, more is held. These stand for instructions, which the model is too "
+        "small to follow after a text: none of capitals, a first or a last word, French, a role "
+        "and a refusal changed an answer of the full cache. A question names what it asks for, so "
+        "methods that look at it keep that place; nothing points to an instruction about form.",
+        (Cells(_INSTRUCTED, sum(_PROTECTED, ()), 20),),
+        paired(*_PROTECTED),
     ),
 }
 """By the name on the command line, in the order of the report."""

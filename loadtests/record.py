@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.load import Load
-from loadtests.samples import Sample
+from measure.samples import Sample
 
 FILE = "results.json"
 COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "image_hits", "finished")

@@ -21,9 +21,9 @@ from loadtests.load import plan, run_load, served, warm_up
 from loadtests.profile import Profile, ProfileError
 from loadtests.record import FILE, Record, Run
 from loadtests.report import failures, write_report
-from loadtests.samples import Scraper, drain, scrape
 from measure.arm import Arm
 from measure.facts import command_line, versions
+from measure.samples import Scraper, drain, scrape
 from measure.serving import Server, ServingError
 
 ROOT = Path(__file__).parents[1]

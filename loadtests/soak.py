@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from tqdm import tqdm
 from loadtests.mix import MIXES, Case, make_cases
 from loadtests.model import model_folder
 from loadtests.run import ROOT, add_arguments, facts
-from loadtests.samples import Scraper, drain, scrape
 from loadtests.soak_report import write_report
 from loadtests.verdict import (
     ANSWERED,
@@ -44,6 +43,7 @@ from loadtests.verdict import (
     failures,
     undecided,
 )
+from measure.samples import Scraper, drain, scrape
 from measure.serving import Server, ServingError, log_errors, serving
 
 OUTPUT = ROOT / "build" / "soak"
@@ -60,10 +60,18 @@ SERVE = [
 ]
 EVICTING = ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
 EVICTING += ["--kv-eviction-config", json.dumps({"methods": MIXES})]
-STOCK_ARM, EVICTING_ARM = "stock", "evicting"
+# Text as well, so that every request of the traffic may shrink.
+PRESSED = ["--kv-eviction", "reach", "--kv-eviction-when", "pressure"]
+PRESSED += ["--kv-eviction-budget", "0.1", "--kv-eviction-config", '{"text_only": "evict"}']
+STOCK_ARM, EVICTING_ARM, PRESSED_ARM = "stock", "evicting", "pressure"
+PRESSED_TOKENS = 160
+"""Of an answer under pressure: long enough that load rises and falls meanwhile."""
+WAVES = (0.2, 1.0, 3.0, 0.2, 2.0)
+"""Under pressure the rate changes every minute, by these factors."""
 POOL_BLOCKS = {
     # Room for four whole prompts: requests wait, and some are preempted.
     EVICTING_ARM: 80,
+    PRESSED_ARM: 120,
     # Room for all requests in flight: stock vLLM 0.32 ends when it preempts a request with an image
     # that began with a prefix-cache hit (docs/compatibility.md), within half a minute here.
     STOCK_ARM: 640,
@@ -118,15 +126,22 @@ def plans(num_cases: int, seed: int) -> Iterator[Plan]:
 class Client:
     """A client of one server."""
 
-    def __init__(self, url: str, cases: Sequence[Case], evicting: bool) -> None:
+    def __init__(self, url: str, cases: Sequence[Case], arm: str) -> None:
         self._openai = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", timeout=ANSWER_SECONDS, max_retries=0
         )
-        self._bodies = [case.body(evicting) for case in cases]
+        if arm == PRESSED_ARM:
+            reported = {"kv_eviction_report": 1}
+            cases = [replace(case, xargs=reported, is_long=True) for case in cases]
+        self._bodies = [case.body(evicting=arm != STOCK_ARM) for case in cases]
+        if arm == PRESSED_ARM:
+            self._bodies = [{**body, "max_tokens": PRESSED_TOKENS} for body in self._bodies]
         self.close = self._openai.close
 
-    async def ask(self, plan: Plan, heard: list[Token]) -> bool:
+    async def ask(self, plan: Plan, heard: list[Token], report: dict[str, Any]) -> bool:
         """Add the tokens of the answer to `heard`; return whether it is complete.
+
+        Its report of eviction, if it has one, is added to `report`.
 
         Raises:
             openai.OpenAIError: if there is no answer.
@@ -136,6 +151,7 @@ class Client:
         if not plan.is_streamed:
             answer = await create(model=SERVED, **body)
             heard.extend(_tokens(answer.choices[0]))
+            report |= (getattr(answer, "kv_transfer_params", None) or {}).get("kv_eviction", {})
             return True
         async with await create(model=SERVED, **body, stream=True) as stream:
             async for chunk in stream:
@@ -149,7 +165,7 @@ class Client:
         """Ask all cases one after the other and return the answers."""
         answers: list[list[Token]] = [[] for _ in self._bodies]
         for case, answer in enumerate(answers):
-            await self.ask(Plan(case, is_streamed=False), answer)
+            await self.ask(Plan(case, is_streamed=False), answer, {})
         return answers
 
 
@@ -171,12 +187,15 @@ class Traffic:
         expected: Sequence[Sequence[Token]],
         is_alive: Callable[[], bool],
         rate: float,
+        changes: bool = False,
     ) -> None:
+        """Make the traffic; under pressure its rate changes, and answers come whole."""
         self.visits: list[Visit] = []
         self._client = client
         self._is_alive = is_alive
         self._expected = expected
         self._rate = rate
+        self._changes = changes
         self._begin = 0.0
 
     async def run(self, seconds: float, bar: tqdm) -> None:
@@ -187,7 +206,11 @@ class Traffic:
         tasks: set[asyncio.Task[None]] = set()
         for plan in plans(len(self._expected), SEED):
             # If all places are taken, this and all later requests wait.
-            arrival = max(arrival + rng.expovariate(self._rate), time.monotonic())
+            rate = self._rate
+            if self._changes:  # only a whole answer comes with a report
+                rate *= WAVES[int((time.monotonic() - self._begin) / 60) % len(WAVES)]
+                plan = replace(plan, is_streamed=False, leaves_after=None)
+            arrival = max(arrival + rng.expovariate(rate), time.monotonic())
             if arrival - self._begin > seconds or not self._is_alive():
                 break
             await asyncio.sleep(arrival - time.monotonic())
@@ -200,20 +223,23 @@ class Traffic:
 
     async def _visit(self, plan: Plan, bar: tqdm) -> None:
         heard: list[Token] = []
+        report: dict[str, Any] = {}
         begin, ended, error = time.monotonic(), LEFT, ""
         patience = None if plan.is_streamed else plan.leaves_after
         try:
-            if await asyncio.wait_for(self._client.ask(plan, heard), patience):
+            if await asyncio.wait_for(self._client.ask(plan, heard, report), patience):
                 ended = ANSWERED
         except TimeoutError:
             pass
         except openai.OpenAIError as raised:
             ended, error = FAILED, f"{type(raised).__name__}: {raised}"[:300]
         comparison = None
-        if ended != FAILED:
+        cuts = report.get("cuts", ()) if self._changes else ()
+        state = cuts[-1]["cause"] if cuts else ""
+        if ended != FAILED and not cuts:
             comparison = compare(self._expected[plan.case], heard, whole=ended == ANSWERED)
         since, seconds = round(begin - self._begin, 2), round(time.monotonic() - begin, 3)
-        its = (since, seconds, ended, plan.is_streamed, len(heard), comparison, error)
+        its = (since, seconds, ended, plan.is_streamed, len(heard), comparison, error, state)
         self.visits.append(Visit(plan.case, *its))
         bar.update()
 
@@ -225,11 +251,11 @@ async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: An
         openai.OpenAIError: if a request that is alone fails.
         OSError: if the server has ended.
     """
-    client = Client(server.url, cases, evicting=name == EVICTING_ARM)
+    client = Client(server.url, cases, name)
     seconds = 60 * options.minutes
     arm = SoakedArm(server.command or "", scrape(server).pool, seconds)
     expected = await client.all_alone()
-    traffic = Traffic(client, expected, server.is_alive, options.rate)
+    traffic = Traffic(client, expected, server.is_alive, options.rate, name == PRESSED_ARM)
     begin = time.monotonic()
     with tqdm(desc=name, unit=" requests") as bar, Scraper(server, SCRAPE_SECONDS) as scraper:
         await traffic.run(seconds, bar)
@@ -269,6 +295,8 @@ def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
         ServingError: if a server does not start, or ends, or refuses a request that is alone.
     """
     arms = {EVICTING_ARM: [*SERVE, *EVICTING], **({STOCK_ARM: SERVE} if options.stock else {})}
+    if options.pressure:
+        arms = {PRESSED_ARM: [*SERVE, *PRESSED]}
     options.output.mkdir(parents=True, exist_ok=True)
     for name, arguments in arms.items():
         pool = ["--num-gpu-blocks-override", str(POOL_BLOCKS[name])]
@@ -324,6 +352,11 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=_positive, default=30, help="of traffic (default: 30)")
     parser.add_argument(
         "--stock", action="store_true", help="then a stock server for as long: the control"
+    )
+    parser.add_argument(
+        "--pressure",
+        action="store_true",
+        help="in place of all this: requests evicted when memory is short, at a changing rate",
     )
     parser.add_argument("--rate", type=_positive, default=2, help="requests a second (default: 2)")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")

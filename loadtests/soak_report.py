@@ -16,6 +16,7 @@ from loadtests.verdict import (
     FILE,
     GROWTH,
     LEFT,
+    PRESSED,
     SLOWDOWN,
     TIE,
     Comparison,
@@ -48,6 +49,7 @@ def write_report(soak: Soak, folder: Path) -> None:
         Text(_verdict(soak)),
         Heading("Answers"),
         _answers(soak),
+        *_states(soak),
         *_differences(soak),
         Heading("Memory, blocks and latency"),
         _watched(soak),
@@ -105,6 +107,25 @@ def _answers(soak: Soak) -> Table:
         numbers = [*map(str, counts), f"{arm.drift:.1e}", *(f"{value:.0f}" for value in more)]
         rows.append([name, *numbers])
     return Table(header, rows)
+
+
+def _states(soak: Soak) -> list[Block]:
+    """Return how many answers were whole, shrunk and restored, of servers under pressure."""
+    pressed = [arm for arm in soak.arms.values() if PRESSED in arm.command]
+    header = ["whole", "shrunk", "restored", "wrong, of the whole ones"]
+    rows = [
+        [
+            *(str(arm.states[name]) for name in ("whole", "pressure", "restored")),
+            str(len(arm.wrong)),
+        ]
+        for arm in pressed
+    ]
+    text = (
+        "Here every request may be evicted when memory is short, and the rate changes every "
+        "minute. A request that stayed whole has to be answered as it is alone; an answer over a "
+        "shrunk cache, or a restored one, is not compared."
+    )
+    return [Text(text), Table(header, rows)] if pressed else []
 
 
 def _differences(soak: Soak) -> list[Block]:

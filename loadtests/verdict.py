@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +24,8 @@ ANSWERED, LEFT, FAILED = "answered", "left", "failed"
 """How a request ended: completely, because its client left, or with an error."""
 
 
+PRESSED = "--kv-eviction-when pressure"
+"""Part of the command of a server that evicts when memory is short."""
 TIE = 1e-3
 """Two tokens whose log-probabilities differ by less may be exchanged."""
 DRIFT = 1e-3
@@ -96,6 +98,9 @@ class Visit(NamedTuple):
     comparison: Comparison | None
     """None if the request failed."""
     error: str = ""
+    state: str = ""
+    """`pressure` if it was shrunk to the end, `restored` if its prompt came back last. Such an
+    answer is not compared."""
 
 
 class Moment(NamedTuple):
@@ -146,6 +151,11 @@ class SoakedArm:
 
     def ended(self, how: str) -> list[Visit]:
         return [visit for visit in self.visits if visit.ended == how]
+
+    @property
+    def states(self) -> Counter[str]:
+        """The number of answers by `Visit.state`, where requests are evicted under pressure."""
+        return Counter(visit.state or "whole" for visit in self.ended(ANSWERED))
 
     def growth(self) -> Estimate | None:
         """Return MiB per hour over the last two thirds; None with too few samples."""
@@ -269,6 +279,9 @@ def _broken(arm: SoakedArm) -> list[str]:
         found.append("no request was answered")
     if arm.wrong:
         found.append(f"{len(arm.wrong)} answers are not those of the same requests alone")
+    if PRESSED in arm.command:
+        missing = (state for state in ("whole", "pressure", "restored") if not arm.states[state])
+        found.extend(f"no request ended {state}: the soak was too short" for state in missing)
     if any(arm.left.values()):
         left = ", ".join(f"{what} {value:g}" for what, value in arm.left.items() if value)
         found.append(f"not empty in the end: {left}")

@@ -106,13 +106,19 @@ class Arm:
 
     @property
     def xargs(self) -> dict[str, Any]:
-        """Return the `vllm_xargs` of its requests; an eviction waits only if an option says so."""
+        """Return the `vllm_xargs` of its requests.
+
+        They evict in any case, and wait only if an option says so.
+        """
         if self.method is None:
             return {}
-        first: dict[str, Any] = {}
-        if self.method != FULL_CACHE and self.budget is not None and not self.has_schedule:
+        if self.method == FULL_CACHE:
+            return {"kv_eviction": self.method}
+        # A method is measured by evicting, also if memory is not short.
+        first: dict[str, Any] = {"kv_eviction_when": "always"}
+        if self.budget is not None and not self.has_schedule:
             # Without a wait, an arm has none, also if its method recommends one.
-            first = {"kv_eviction_budget": self.budget, "kv_eviction_defer": 0}
+            first |= {"kv_eviction_budget": self.budget, "kv_eviction_defer": 0}
         options = {f"kv_eviction_{name}": value for name, value in self.options}
         return {"kv_eviction": self.method, **first, **options}
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,15 @@ class Server:
 
     def memory_mib(self) -> float | None:
         """Return the resident memory of all processes; pages shared by two count twice."""
+        total = self._sum(lambda process: process.memory_info().rss)
+        return None if total is None else total / MIB
+
+    def cpu_seconds(self) -> float | None:
+        """Return the processor time that all processes have used."""
+        return self._sum(lambda process: sum(process.cpu_times()[:2]))
+
+    def _sum(self, figure: Callable[[psutil.Process], float]) -> float | None:
+        """Return the sum of a figure over all processes; None if there is no process."""
         if self.process is None:
             return None
         try:
@@ -65,13 +74,11 @@ class Server:
             family = [leader, *leader.children(recursive=True)]
         except psutil.NoSuchProcess:
             return None
-        total = 0
+        total = 0.0
         for member in family:
-            try:
-                total += member.memory_info().rss
-            except psutil.NoSuchProcess:
-                continue  # ended meanwhile
-        return total / MIB
+            with suppress(psutil.NoSuchProcess):  # ended meanwhile
+                total += figure(member)
+        return total
 
     def metrics(self) -> str:
         """Return the text of `/metrics`.

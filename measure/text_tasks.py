@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Literal
 
@@ -21,11 +21,12 @@ from measure.text_words import (
     NOISE,
     NOUNS,
     PLACES,
+    SYLLABLES,
     VERBS,
     python_prose,
 )
 
-Kind = Literal["number", "fact", "passage", "copy"]
+Kind = Literal["number", "numbers", "fact", "passage", "copy", "code", "maker", "room"]
 Haystack = Literal["noise", "prose", "needles"]
 TokenCounter = Callable[[str], int]
 """Returns the number of tokens of a text."""
@@ -49,6 +50,13 @@ def split_of(number: int) -> str:
     return "fresh" if number >= FRESH else "test"
 
 
+def asked_for(kind: Kind, keys: int) -> str:
+    """Return what a question is for, for a reader, such as `one of 4 numbers`."""
+    if kind in ("numbers", "copy"):
+        return f"{keys} numbers" if kind == "numbers" else f"a list of {keys} numbers"
+    return f"a {kind}" if keys == 1 else f"one of {keys} {kind}s"
+
+
 @dataclass(frozen=True)
 class TextTask:
     """A kind of question about a text of a length."""
@@ -58,21 +66,25 @@ class TextTask:
     tokens: int
     """Most tokens of a prompt; the text is cut after the last sentence that fits."""
     keys: int = 1
-    """Numbers, passages or facts, of which one is asked for, or numbers of a list to be copied."""
+    """Numbers, passages or facts, of which one is asked for, or numbers that all are."""
+    system: bool = False
+    """Whether a system prompt stands before the text. It is what some kinds ask about."""
 
     @property
     def name(self) -> str:
         keys = "" if self.keys == 1 else f"-{self.keys}"
-        return f"{self.kind}{keys}-{self.haystack}-{self.tokens}"
+        system = "-system" if self.system else ""
+        return f"{self.kind}{keys}-{self.haystack}-{self.tokens}{system}"
 
     @property
     def title(self) -> str:
         """Return its description for a reader, such as `one of 4 numbers, prose of 1024 tokens`."""
-        what = f"a {self.kind}" if self.keys == 1 else f"one of {self.keys} {self.kind}s"
-        if self.kind == "copy":
-            what = f"a list of {self.keys} numbers"
         where = {"needles": "among others, text"}.get(self.haystack, self.haystack)
-        return f"{what}, {where} of {self.tokens} tokens"
+        what = asked_for(self.kind, self.keys)
+        if self.kind in _INSTRUCTED:
+            return f"{what} in the system prompt before {where}, {self.tokens} tokens"
+        below = " below a system prompt" if self.system else ""
+        return f"{what}, {where} of {self.tokens} tokens{below}"
 
 
 @dataclass(frozen=True)
@@ -86,14 +98,15 @@ class TextExample:
     kind: Kind
     items: tuple[str, ...] = ()
     """Words that a list has to name, in any order. Empty for answers compared from their start."""
+    system: str = field(default="", repr=False)
+    """System prompt, which stands before the message."""
 
     def found(self, text: str) -> str:
         """Return what a completion of `start` gives as the answer.
 
         The first number, or the first sentence. What follows it is no part of the answer.
         """
-        pattern = {"passage": r'[^".]*\.?', "fact": r"\w[^\".,\n]*"}.get(self.kind, r"\d+")
-        found = re.search(pattern, text)
+        found = re.search(_PATTERNS.get(self.kind, r"\d+"), text)
         return found.group() if found else ""
 
     def hits(self, text: str, pieces: Sequence[str]) -> str:
@@ -215,8 +228,21 @@ def _number(write: _Writer) -> TextExample:
     asked = write.rng.randrange(len(keys))
     topic = f"the special magic number for {keys[asked]} mentioned in the provided text"
     question, start = f"\nWhat is {topic}?", f"T{topic[1:]} is"
+    system = _system(write.rng)[0] if task.system else ""
+    text = write.hide(write.needles_of(keys, values), write.room(system, head, question, start))
+    return TextExample(f"{head}{text}{question}", start, values[asked], task.kind, system=system)
+
+
+def _numbers(write: _Writer) -> TextExample:
+    """Ask for all of several numbers, which stand in several places: RULER's `niah_multiquery`."""
+    keys = write.distinct(write.task.keys)
+    values = write.numbers(len(keys))
+    head, names = _head(several=True), f"{', '.join(keys[:-1])}, and {keys[-1]}"
+    topic = f"special magic numbers for {names} mentioned in the provided text"
+    question, start = f"\nWhat are all the {topic}?", f"The {topic} are"
     text = write.hide(write.needles_of(keys, values), write.room(head, question, start))
-    return TextExample(f"{head}{text}{question}", start, values[asked], task.kind)
+    answer = f"{', '.join(values[:-1])}, and {values[-1]}"
+    return TextExample(f"{head}{text}{question}", start, answer, "numbers", tuple(values))
 
 
 def _head(several: bool) -> str:
@@ -303,9 +329,56 @@ def _copy(write: _Writer) -> TextExample:
     return TextExample(f"{head}{text}{question}", start, answer, write.task.kind, tuple(numbers))
 
 
+def _told(write: _Writer) -> TextExample:
+    """Ask for something that the system prompt before the text says."""
+    system, told = _system(write.rng)
+    question, start, answer = told[write.task.kind]
+    text = write.hide([], write.room(system, question, start))
+    return TextExample(f"{text}{question}", start, answer, write.task.kind, system=system)
+
+
+def _system(rng: random.Random) -> tuple[str, dict[Kind, tuple[str, str, str]]]:
+    """Return a system prompt, and by kind a question, the answer's start, and the answer."""
+    name, maker = ("".join(rng.sample(SYLLABLES, 2)).capitalize() for _ in range(2))
+    code, room = str(rng.randint(1_000_000, 9_999_999)), str(rng.randint(1000, 9999))
+    rules = [
+        f"The access code of the library is {code}.",
+        f"Letters are taken to room {room} by the porter.",
+        f"If a visitor asks for the password, say: {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}.",
+        f"To send a letter, call the function post_letter_{rng.randint(11, 99)}.",
+        "Never tell the opening hours. Be polite.",
+    ]
+    rng.shuffle(rules)
+    system = (
+        f"You are {name}, a helpful assistant made by the company {maker} Labs. "
+        f"Tell your name if somebody asks for it. {' '.join(rules)}"
+    )
+    return system, {
+        "code": (
+            "\n\nWhat is the access code of the library?",
+            "The access code of the library is",
+            code,
+        ),
+        "maker": ("\n\nWhich company made you?", "I was made by the company", maker),
+        "room": ("\n\nTo which room are letters taken?", "Letters are taken to room", room),
+    }
+
+
+_INSTRUCTED: tuple[Kind, ...] = ("code", "maker", "room")
+"""Kinds that ask about the system prompt."""
+
+_PATTERNS: dict[Kind, str] = {
+    "passage": r'[^".]*\.?',
+    "fact": r"\w[^\".,\n]*",
+    "maker": r"\w+",
+}
+"""What the answer to a question is; otherwise the first number."""
+
 _WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {
     "number": _number,
+    "numbers": _numbers,
     "fact": _fact,
     "passage": _passages,
     "copy": _copy,
+    **dict.fromkeys(_INSTRUCTED, _told),
 }

@@ -47,6 +47,8 @@ NAMES = (
     *("Laura", "Martin", "Nora", "Oscar", "Paula", "Robert", "Sarah", "Thomas", "Vera", "Walter"),
 )
 PLACES = ("above", "behind", "below", "beside", "beyond", "near", "opposite", "outside", "under")
+SYLLABLES = ("zor", "blax", "quib", "mer", "tol", "van", "dri", "fex", "nor", "pil", "gru", "lam")
+"""Of invented names."""
 JOINTS = ("after", "although", "and", "because", "before", "but", "until", "when", "while")
 
 

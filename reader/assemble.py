@@ -30,7 +30,7 @@ from transformers import (
 
 from measure.folders import llava_processor, written_once
 from measure.smollm import WeightsMissingError, model_folder
-from reader.layout import PAGE_SIZE, PATCH, PIECES
+from reader.layout import GRID, PATCH
 from reader.tower import EMBEDDING, EPSILON, FEATURES, MARGIN, NEURONS, Recogniser
 from reader.vocabulary import Vocabulary
 
@@ -74,8 +74,11 @@ CHAT_TEMPLATE = """\
 """SmolLM2's, with images where they stand in a message."""
 
 
-def page_model_folder(root: Path | str = MODELS, tower: Path = TOWER) -> Path:
+def page_model_folder(root: Path | str = MODELS, tower: Path = TOWER, side: int = GRID) -> Path:
     """Return the folder of the model below `root`, written on the first call.
+
+    Args:
+        side: patches in a row, and rows, of its pages.
 
     Raises:
         WeightsMissingError: if the language model's package is not installed.
@@ -86,7 +89,9 @@ def page_model_folder(root: Path | str = MODELS, tower: Path = TOWER) -> Path:
     language = model_folder(root)
     digest = hashlib.sha256(tower.read_bytes()).hexdigest()
     described = {"language": language.name, "tower": digest, "format": _FORMAT}
-    return written_once(root, "page-reader", described, partial(_write, language, tower))
+    if side != GRID:
+        described["side"] = side
+    return written_once(root, "page-reader", described, partial(_write, language, tower, side))
 
 
 def export(checkpoint: Path, tower: Path = TOWER) -> None:
@@ -111,7 +116,7 @@ def load_vocabulary(folder: Path, tower: Path = TOWER) -> Vocabulary:
     return Vocabulary(AutoTokenizer.from_pretrained(folder), load_file(tower)["ids"].tolist())
 
 
-def _write(language: Path, tower: Path, folder: Path) -> None:
+def _write(language: Path, tower: Path, side: int, folder: Path) -> None:
     recogniser, ids = load(tower)
     tokenizer = AutoTokenizer.from_pretrained(language)
     unused = tokenizer.convert_tokens_to_ids(_UNUSED)
@@ -126,7 +131,7 @@ def _write(language: Path, tower: Path, folder: Path) -> None:
     if image != len(embeddings):
         raise ValueError(f"{IMAGE} is token {image} of {len(embeddings)}, not the next one")
     weights[name] = torch.cat([embeddings, embeddings[unused, None]])
-    weights |= tower_weights(recogniser, embeddings[ids])
+    weights |= tower_weights(recogniser, embeddings[ids], side)
 
     folder.mkdir()
     contiguous = {n: v.contiguous() for n, v in weights.items()}
@@ -134,27 +139,27 @@ def _write(language: Path, tower: Path, folder: Path) -> None:
     text = AutoConfig.from_pretrained(language).to_dict()
     LlavaConfig(
         text_config={**text, "vocab_size": image + 1},
-        vision_config={"model_type": "clip_vision_model", **vision_config(len(ids))},
+        vision_config={"model_type": "clip_vision_model", **vision_config(len(ids), side)},
         projector_hidden_act="relu",
         image_token_index=image,
-        image_seq_length=PIECES,
+        image_seq_length=side * side,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
         tie_word_embeddings=True,
         dtype="float32",
         architectures=["LlavaForConditionalGeneration"],
     ).save_pretrained(folder)
-    llava_processor(tokenizer, PAGE_SIZE, PATCH).save_pretrained(folder)
+    llava_processor(tokenizer, side * PATCH, PATCH).save_pretrained(folder)
 
 
-def vision_config(pieces: int) -> dict[str, Any]:
-    """Return the sizes of the CLIP tower that knows a number of pieces."""
+def vision_config(pieces: int, side: int = GRID) -> dict[str, Any]:
+    """Return the sizes of the CLIP tower that knows a number of pieces, for a page's side."""
     return {
         "hidden_size": WIDTH,
         "intermediate_size": max(pieces, NEURONS),
         "num_attention_heads": WIDTH // HEAD_SIZE,
         "num_hidden_layers": LAYERS,
-        "image_size": PAGE_SIZE,
+        "image_size": side * PATCH,
         "patch_size": PATCH,
         "projection_dim": WIDTH,
         "hidden_act": "relu",
@@ -163,7 +168,9 @@ def vision_config(pieces: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def tower_weights(recogniser: Recogniser, embeddings: Tensor) -> dict[str, Tensor]:
+def tower_weights(
+    recogniser: Recogniser, embeddings: Tensor, side: int = GRID
+) -> dict[str, Tensor]:
     """Return CLIP's and the connector's weights, under the names that vLLM and transformers load.
 
     Attention adds nothing, and neither do positions: a patch is read by itself. The last layer's
@@ -174,7 +181,7 @@ def tower_weights(recogniser: Recogniser, embeddings: Tensor) -> dict[str, Tenso
     """
     pieces = len(embeddings)
     with torch.device("meta"):
-        empty = CLIPVisionModel(CLIPVisionConfig(**vision_config(pieces))).state_dict()
+        empty = CLIPVisionModel(CLIPVisionConfig(**vision_config(pieces, side))).state_dict()
     # Ink is dark: the opposite sign. Each channel has a third; the normalisation forgives factors.
     grey = -recogniser.patch_weight().view(FEATURES, 1, PATCH, PATCH).expand(-1, 3, -1, -1) / 3
     first, second = (f"encoder.layers.{number}." for number in (0, 1))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of running text on a grid: each square patch shows one word piece in a real typeface.
 
-A page has 32 x 32 patches of 48 pixels, read row by row. A piece stands at the left of its patch,
-long ones in small letters and on two or three lines. A stroke in the lower left corner says that
-the piece continues the one before it without a space; an empty patch is a space. A page has one
-face, one size and one pair of colours; each piece is shifted by up to a pixel.
+A page has 32 x 32 patches of 48 pixels, or fewer, read row by row. A piece stands at the left of
+its patch, long ones in small letters and on two or three lines. A stroke in the lower left corner
+says that the piece continues the one before it without a space; an empty patch is a space. A page
+has one face, one size and one pair of colours; each piece is shifted by up to a pixel.
 
 Needs only NumPy, Pillow and matplotlib, for its fonts: DejaVu, and STIX, which is a kind of Times.
 """
@@ -21,11 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 PATCH = 48
 GRID = 32
-PIECES = GRID * GRID
-"""Word pieces, and so vision tokens, of a page."""
-
-PAGE_SIZE = GRID * PATCH
-"""Width and height of a page in pixels."""
+"""Patches in a row, and rows, of a page."""
 
 SHIFT = 1
 """Most pixels that a piece is shifted by, in each direction."""
@@ -85,33 +81,34 @@ def draw_piece(text: str, face: str, scale: float = 1.0) -> np.ndarray:
 
 
 def draw_page(
-    texts: Sequence[str], rng: np.random.Generator, face: str | None = None
+    texts: Sequence[str], rng: np.random.Generator, face: str | None = None, side: int = GRID
 ) -> Image.Image:
-    """Return a page that shows word pieces, as an RGB image of `PAGE_SIZE` x `PAGE_SIZE`.
+    """Return a page that shows word pieces, as an RGB image of `side` x `side` patches.
 
     Args:
-        texts: at most `PIECES` pieces; the patches behind them stay empty.
+        texts: at most `side` x `side` pieces; the patches behind them stay empty.
         rng: decides face, size, colours and shifts.
         face: one of `FACES`, instead of a random one.
 
     Raises:
         ValueError: if there are too many pieces.
     """
-    if len(texts) > PIECES:
-        raise ValueError(f"{len(texts)} word pieces do not fit on a page of {PIECES}")
+    room = side * side
+    if len(texts) > room:
+        raise ValueError(f"{len(texts)} word pieces do not fit on a page of {room}")
     drawn_face = FACES[int(rng.integers(len(FACES)))]
     scale = float(rng.uniform(*SCALES))
     paper = rng.uniform(225, 255) + rng.uniform(-12, 0, size=3)
     colour = rng.uniform(0, 60) + rng.uniform(0, 40, size=3)
-    ink = np.zeros((GRID, PATCH, GRID, PATCH), np.uint8)
+    ink = np.zeros((side, PATCH, side, PATCH), np.uint8)
     for number, (text, shift) in enumerate(
-        zip(texts, rng.integers(-SHIFT, SHIFT + 1, size=(PIECES, 2)), strict=False)
+        zip(texts, rng.integers(-SHIFT, SHIFT + 1, size=(room, 2)), strict=False)
     ):
         piece = draw_piece(text, face or drawn_face, scale)
-        ink[number // GRID, :, number % GRID] = shifted(piece, *shift)
+        ink[number // side, :, number % side] = shifted(piece, *shift)
     shares = np.arange(256)[:, None] / 255
     colours = np.rint(paper + shares * (colour - paper)).clip(0, 255).astype(np.uint8)
-    return Image.fromarray(colours[ink.reshape(PAGE_SIZE, PAGE_SIZE)])
+    return Image.fromarray(colours[ink.reshape(side * PATCH, side * PATCH)])
 
 
 def shifted(ink: np.ndarray, right: int, down: int) -> np.ndarray:

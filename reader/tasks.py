@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from measure.text_tasks import Haystack, Kind, TextExample, TextQuestion, TextTask
-from reader.layout import PIECES, draw_page
+from measure.messages import image_part, png_url, text_part
+from measure.text_tasks import Haystack, Kind, TextExample, TextQuestion, TextTask, asked_for
+from reader.layout import GRID, draw_page
 from reader.vocabulary import Vocabulary
 
 WORDS = 100
@@ -35,23 +36,32 @@ class PageTask:
     """Numbers or passages on the pages; one of them is asked for in each turn."""
     turns: int = 1
     """1, or 2 for a question after another one has been answered."""
+    side: int = GRID
+    """Patches in a row, and rows, of a page."""
 
     @property
     def name(self) -> str:
         keys = "" if self.keys == 1 else f"-{self.keys}"
-        return f"{self.kind}{keys}-{self.haystack}-{self.pages}p" + ("-chat" * (self.turns - 1))
+        side = "" if self.side == GRID else f"-{self.side}x{self.side}"
+        more = side + "-chat" * (self.turns - 1)
+        return f"{self.kind}{keys}-{self.haystack}-{self.pages}p{more}"
+
+    @property
+    def pieces(self) -> int:
+        """Return the number of word pieces, and so of vision tokens, of a page."""
+        return self.side * self.side
 
     @property
     def tokens(self) -> int:
         """Return the number of tokens of a prompt, about."""
-        return self.pages * PIECES + WORDS
+        return self.pages * self.pieces + WORDS
 
     @property
     def title(self) -> str:
         """Return its description for a reader, such as `one of 4 numbers, 2 pages of prose`."""
-        what = f"a {self.kind}" if self.keys == 1 else f"one of {self.keys} {self.kind}s"
         pages = "a page" if self.pages == 1 else f"{self.pages} pages"
-        return f"{what}, {pages} of {self.haystack}" + ", second turn" * (self.turns - 1)
+        more = ", second turn" * (self.turns - 1)
+        return f"{asked_for(self.kind, self.keys)}, {pages} of {self.haystack}{more}"
 
 
 TASKS = (
@@ -94,6 +104,13 @@ class PageExample:
             messages.append({"role": "user", "content": question.strip()})
         return messages
 
+    def chat(self) -> list[dict[str, Any]]:
+        """Return the conversation of one turn for a server, with the beginning of the answer."""
+        images = [image_part(png_url(page)) for page in self.pages]
+        content = [text_part(self.introduction), *images, text_part(self.question)]
+        start = {"role": "assistant", "content": self.asked.start}
+        return [{"role": "user", "content": content}, start]
+
 
 @dataclass(frozen=True)
 class PageQuestion:
@@ -109,7 +126,7 @@ class PageQuestion:
         def count(text: str) -> int:
             return len(vocabulary.split(text))
 
-        written = TextTask(task.kind, task.haystack, task.pages * PIECES, task.keys)
+        written = TextTask(task.kind, task.haystack, task.pages * task.pieces, task.keys)
         question = TextQuestion(written, self.number)
         # The text alone fills the pages: what stands around it is taken off its length.
         draft = question.example(0, count)
@@ -120,7 +137,7 @@ class PageQuestion:
         turns = (_first_turn(text, asked),) if task.turns > 1 else ()
         pieces = [vocabulary.texts[index] for index in vocabulary.split(text)]
         return PageExample(
-            pages=tuple(draw_pages(pieces, f"{task.name}/{self.number}")),
+            pages=tuple(draw_pages(pieces, f"{task.name}/{self.number}", task.side)),
             introduction=f"{introduction}\n",
             turns=turns,
             question=f"\n{asking}",
@@ -128,11 +145,12 @@ class PageQuestion:
         )
 
 
-def draw_pages(pieces: Sequence[str], seed: str) -> list[Image.Image]:
+def draw_pages(pieces: Sequence[str], seed: str, side: int = GRID) -> list[Image.Image]:
     """Return as many pages as the pieces need, in one look that follows from the seed."""
+    room = side * side
     return [
-        draw_page(pieces[start : start + PIECES], np.random.default_rng([*seed.encode()]))
-        for start in range(0, len(pieces), PIECES)
+        draw_page(pieces[start : start + room], np.random.default_rng([*seed.encode()]), side=side)
+        for start in range(0, len(pieces), room)
     ]
 
 

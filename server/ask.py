@@ -56,6 +56,7 @@ async def ask(
     asked = {
         "kv_eviction": question.policy,
         "kv_eviction_budget": question.budget,
+        "kv_eviction_when": question.when,
         "kv_eviction_defer": question.defer,
         "kv_eviction_schedule": question.schedule,
         "kv_eviction_max_tokens": question.ceiling,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -27,9 +27,13 @@ class Totals(BaseModel):
     prompt_tokens_kept: int = Field(
         description="Kept tokens of evicted requests, mean over layers and KV heads."
     )
-    cuts: dict[str, int]
-    requests_restored: int
-    requests_whole: int
+    cuts: dict[str, int] = Field(
+        description="Evictions by cause: `first`, `later`, `pressure`; a request may have several."
+    )
+    requests_restored: int = Field(description="Times that a request got its whole prompt back.")
+    requests_whole: int = Field(
+        description="Requests that ended uncut because memory was never short."
+    )
     blocks_given_back: int
 
 
@@ -115,6 +119,15 @@ class Cut(BaseModel):
     kept_tokens: int = Field(
         description="Tokens kept in full blocks, and tokens of the prompt's last block; mean over "
         "layers and KV heads."
+    )
+
+
+class Change(Cut):
+    """One change of a request's cache."""
+
+    cause: str = Field(
+        description="`first` or `later`: an eviction at a token that was known before; `pressure`: "
+        "one because memory was short; `restored`: the whole prompt came back."
     )
 
 
@@ -213,6 +226,9 @@ class Question(BaseModel):
     )
     policy: str | None = Field(None, examples=["tgv"])
     budget: BudgetValue | None = None
+    when: Literal["always", "pressure"] = Field(
+        "always", description="By default the question is evicted although memory is not short."
+    )
     defer: int | None = Field(
         None, ge=0, le=1024, description="Tokens of the answer that the eviction waits for."
     )
@@ -245,6 +261,7 @@ class EvictedAnswer(FullAnswer):
     policy: str
     budget: BudgetValue = Field(description="Of the first eviction.")
     defer: int = Field(description="Tokens of the answer that the first eviction waits for.")
+    when: str = Field(description="`pressure` if only a lack of memory evicts.")
     decode: dict[str, Any] | None = Field(
         description="Later evictions, as the setting `decode` has them."
     )
@@ -259,7 +276,7 @@ class EvictedAnswer(FullAnswer):
     )
     blocks_before: int
     memory: Memory | None = Field(description="Of all layers; null if nothing was evicted.")
-    cuts: list[Cut] = Field(description="All evictions of the request, in order.")
+    cuts: list[Change] = Field(description="All changes of the cache, in order.")
     skip_reason: str | None = Field(description="Why nothing was evicted.")
     trace: str | None = Field(description="Name of the trace below `/kv-eviction/requests`.")
     tokens: list[str] | None = Field(

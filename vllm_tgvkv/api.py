@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -55,10 +55,16 @@ class EvictionOptions:
     """Evictions in steps, such as `"8:0.3,32:0.1"`, in place of budget and wait; `none` for one."""
     max_tokens: int | str | None = None
     """Ceiling of prompt and answer together in tokens per KV head, or `none`."""
+    when: Literal["always", "pressure"] | None = None
+    """`pressure`: evict only if memory is short. `always`: evict in any case."""
     report: bool = True
     """Whether the answer comes with a report, see `report_of`."""
     trace: bool = False
     """Whether the engine keeps positions and scores, see `kept_tokens`."""
+    protect: str | None = None
+    """`system` keeps what stands before the first user's message of a chat; `none` does not."""
+    protected_tokens: int | None = None
+    """Number of first tokens to keep in its place, for prompts that are no chat."""
 
     def extra_args(self) -> dict[str, Any]:
         """Return the value of `SamplingParams(extra_args=...)`, or of `vllm_xargs` over HTTP."""
@@ -135,9 +141,10 @@ def kept_tokens(llm: LLM, output: RequestOutput) -> KeptTokens:
             f"the answer {output.request_id} has no report: ask for it with "
             "EvictionOptions(trace=True).extra_args() in SamplingParams(extra_args=...)"
         )
-    if report.skip_reason is not None:
+    if not report.cuts:
+        reason = report.skip_reason or "memory was not short, and the request did not say always"
         raise ValueError(
-            f"nothing was evicted for the answer {output.request_id} ({report.skip_reason}): its "
+            f"nothing was evicted for the answer {output.request_id} ({reason}): its "
             "cache holds every token"
         )
     trace = _ask(llm, report.trace) if report.trace else None

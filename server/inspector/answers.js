@@ -28,9 +28,10 @@ function laterName(decode) {
 }
 
 /** When a cut was made, and what it did. @param {Cut} cut */
-export function cutName({ answer_tokens: tokens, blocks_before: before, blocks_after: after }) {
+export function cutName({ answer_tokens: tokens, blocks_before: before, blocks_after: after, cause }) {
   const when = tokens ? `After ${plural(tokens, "token")} of the answer` : "Before the answer";
-  return `${when}: ${count(before)} \u2192 ${plural(after, "block")}`;
+  const why = { pressure: ", memory was short", restored: ", all came back" }[cause] ?? "";
+  return `${when}${why}: ${count(before)} \u2192 ${plural(after, "block")}`;
 }
 
 /** Whether to say when the cache was cut: not if it was cut once, before the answer. */

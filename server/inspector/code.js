@@ -11,6 +11,7 @@ function options() {
   const named = {
     kv_eviction: policy,
     kv_eviction_budget: budget,
+    kv_eviction_when: "always",
     kv_eviction_defer: defer,
     kv_eviction_schedule: schedule,
     kv_eviction_max_tokens: ceiling,

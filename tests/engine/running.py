@@ -258,12 +258,14 @@ def eviction_of(running: SteppedEngine, ask: Ask, budget: float) -> Eviction:
     """
     config = running.evictor.config
     name = ask.xargs.get("kv_eviction", config.policy)
+    protected = ask.xargs.get("kv_eviction_protected_tokens", 0)
     return Eviction(
         ask.xargs.get("kv_eviction_budget", budget),
         running.evictor.shape.block_size,
         config.build_policy(name).granularity,
         method=config.methods[name].base if name in config.methods else name,
-        sinks=config.sinks,
+        sinks=max(config.sinks, protected),
+        floor=config.floor_pages - (-protected // running.evictor.shape.block_size),
         observation_window=config.observation_window,
         text_only=config.text_only,
     )

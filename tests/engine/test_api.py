@@ -53,8 +53,9 @@ def test_importing_the_package_is_cheap() -> None:
 
 
 def test_options_cover_every_key_of_a_request() -> None:
+    protected = {"protect": "system", "protected_tokens": 90}
     full = api.EvictionOptions(
-        "snapkv", 0.25, 3, "8:0.3", 512, report=True, trace=True
+        "snapkv", 0.25, 3, "8:0.3", 512, report=True, trace=True, **protected
     ).extra_args()
     assert full == {
         "kv_eviction": "snapkv",
@@ -64,6 +65,8 @@ def test_options_cover_every_key_of_a_request() -> None:
         "kv_eviction_max_tokens": 512,
         "kv_eviction_report": 1,
         "kv_eviction_trace": 1,
+        "kv_eviction_protect": "system",
+        "kv_eviction_protected_tokens": 90,
     }
     assert set(full) == set(REQUEST_KEYS)
     options = api.EvictionOptions("snapkv", 0.25, 3, trace=True).extra_args()
@@ -135,6 +138,16 @@ def test_the_lines_of_the_page_run(
             (answer,) = llm.chat(question, sampling)
             with pytest.raises(ValueError, match=reason):
                 api.kept_tokens(llm, answer)
+        # What stands before the question, by the template.
+        system = {"role": "system", "content": "Be brief."}
+        sampling = found["SamplingParams"](
+            max_tokens=2, extra_args=api.EvictionOptions(protect="system").extra_args()
+        )
+        (answer,) = llm.chat([system, *question], sampling)
+        report = api.report_of(answer)
+        assert report is not None
+        protected = llm.get_tokenizer().decode(answer.prompt_token_ids[: report.protected_tokens])
+        assert protected == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
         sampling = found["SamplingParams"](extra_args={"kv_eviction": "snapkb"})
         with pytest.raises(VLLMValidationError, match="did you mean snapkv"):
             llm.chat(question, sampling)

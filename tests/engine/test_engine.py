@@ -86,6 +86,28 @@ def test_lengths_around_block_borders(evicting: SteppedEngine, oracle: Oracle) -
     assert_agrees(evicting, oracle, asks)
 
 
+def test_protected_tokens_stay_in_every_head(evicting: SteppedEngine, oracle: Oracle) -> None:
+    """They are the first tokens, vision among them. A budget too small for them is raised."""
+    protected = {"kv_eviction_protected_tokens": 70, "kv_eviction_report": 1}
+    asks = [
+        album(25, 20, 200, xargs={**budget(0.8), **protected}),
+        album(26, 20, 200, xargs={**budget(0.1), **protected}),
+        album(26, 20, 200, xargs={**budget(0.1), **protected, "kv_eviction_protect": "none"}),
+    ]
+    (ample,) = assert_agrees(evicting, oracle, asks[:1])
+    small, without = evicting.run(asks[1:])
+    blocks_after = []
+    for output, number in ((ample, 70), (small, 70), (without, 0)):
+        kept = evicting.kept(output.request_id, len(output.prompt_token_ids))
+        assert kept is not None
+        assert bool(kept[..., :70].all()) == bool(number)
+        report = output.kv_transfer_params["kv_eviction"]
+        assert report["protected_tokens"] == number
+        blocks_after.append(report["blocks_after"])
+    # Three blocks for them, one for the floor, and the tail; without them one and the tail.
+    assert blocks_after == [7, 5, 2]
+
+
 def test_what_passes_untouched_says_why(evicting: SteppedEngine, oracle: Oracle) -> None:
     before = evicting.counters["requests_skipped"]
     report = {"kv_eviction_report": 1}
@@ -133,6 +155,7 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
         "budget": 0.1,
         "defer": 0,
         "decode": None,
+        "protected_tokens": 0,
         **sizes,
         "vision_tokens": 64,
         "skip_reason": None,

@@ -209,6 +209,7 @@ def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: i
         "budget": expected.ask.xargs["kv_eviction_budget"],
         "defer": 0,
         "decode": None,
+        "protected_tokens": 0,
         **sizes,
         "vision_tokens": int(is_vision.sum()),
         "kept_text_tokens": sizes["kept_tokens"] - kept_vision,

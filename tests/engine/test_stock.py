@@ -113,8 +113,8 @@ def in_a_fresh_process(folder: Path) -> dict[str, Any]:
     from vllm.v1.engine.input_processor import InputProcessor
 
     found["imported"] = imported()
-    found["validation"] = InputProcessor._validate_params.__module__
-    found["validation wrapped"] = hasattr(InputProcessor._validate_params, "__wrapped__")
+    found["validation"] = InputProcessor.process_inputs.__module__
+    found["validation wrapped"] = hasattr(InputProcessor.process_inputs, "__wrapped__")
     found["backend overridden"] = AttentionBackendEnum.CPU_ATTN.is_overridden()
 
     found["tgv"] = engine_facts(folder, {"policy": "tgv"})

@@ -26,6 +26,17 @@ ASKED: dict[str, dict[str, Any]] = {
     "whole": {"kv_eviction_budget": 1.0, "kv_eviction_defer": 0, "kv_eviction_max_tokens": 240},
     "whole at first": {"kv_eviction_schedule": "9:1,20:0.5"},
     "once": {"kv_eviction_schedule": "none", "kv_eviction_budget": 0.5, "kv_eviction_defer": 3},
+    "protected": {
+        "kv_eviction_schedule": "2:0.6,9:0.3,30:0.1",
+        "kv_eviction_protected_tokens": 40,
+    },
+    "protected, ceiling": {
+        "kv_eviction_budget": 0.1,
+        "kv_eviction_defer": 0,
+        "kv_eviction_max_tokens": 16,
+        "kv_eviction_protected_tokens": 40,
+    },
+    "all protected": {"kv_eviction_schedule": "2:0.3", "kv_eviction_protected_tokens": 9 * PROMPT},
     "off": {"kv_eviction": "none"},
     "wrong": {"kv_eviction_schedule": "2:0.3,9:0.6"},
 }
@@ -40,6 +51,10 @@ CUTS: dict[str, list[tuple[int, int]]] = {
     "whole": [(0, 12), (104, 15)],
     "whole at first": [(9, 12), (20, 5)],
     "once": [(3, 5)],
+    # Three blocks for what is protected, and one for the floor.
+    "protected": [(2, 7), (9, 4)],
+    "protected, ceiling": [(0, 4), (24, 4), (56, 4), (88, 4), (120, 4)],
+    "all protected": [],
     "off": [],
 }
 SERVERS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
@@ -122,7 +137,7 @@ def test_every_request_of_a_batch_has_its_own_cuts(server: str, ahead: bool) -> 
         alone.run([])
         assert report == reports[job.name], job.name
     skipped = double.scheduler.records.counters.requests_skipped
-    assert skipped == {"policy_none": 1, "invalid_request": 1}
+    assert skipped == {"policy_none": 1, "budget_covers_prompt": 1, "invalid_request": 1}
 
 
 @pytest.mark.parametrize("server", SERVERS)

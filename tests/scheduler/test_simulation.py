@@ -174,6 +174,8 @@ def make_options(rng: random.Random, size: int, longest: int, has_cuts: bool) ->
     if has_cuts and rng.random() < 0.3:
         options["kv_eviction_when"] = rng.choice(("pressure", "always"))
     found = {name: value for name, value in options.items() if value is not None}
+    if rng.random() < 0.1:
+        found["kv_eviction_protected_tokens"] = rng.choice((1, 2 * size + 1, longest))
     kind = rng.choice(("server", "server", "none", "schedule", "ceiling", "ceiling"))
     if not has_cuts or kind == "server":
         return found

@@ -73,14 +73,14 @@ def test_help_shows_the_flags_and_explains_every_setting(
     if topic != "kv-eviction":  # a search for flags shows no group titles
         assert "KVEviction" in text
     if topic:
-        for flag in ("--kv-eviction", "--kv-eviction-budget", "--kv-eviction-config"):
-            assert flag in text
+        for flag in ("", "-budget", "-when", "-config", "-gates"):
+            assert f"--kv-eviction{flag} " in text
         assert "{" + ",".join(["none", *METHOD_NAMES]) + "}" in text
     if topic == "KVEviction":
         assert "--max-model-len" not in text
         text = re.sub(r"\n +(?! |- )", " ", text)
         listed = re.findall(r"^ *- (\w+): .*\(.+; default: .+\)", text, flags=re.MULTILINE)
-        assert listed == [field.name for field in dataclasses.fields(EvictionConfig)][2:-1]
+        assert listed == [field.name for field in dataclasses.fields(EvictionConfig)][3:-1]
         assert "`auto:SHARE`" in text
         assert "the method's own: 0.1, 0.2 with `reach`" in text
 
@@ -103,6 +103,7 @@ ADDITIONAL = json.dumps({CONFIG_KEY: {"policy": "tgv", "budget": 0.2}})
         ("--kv-eviction none", {"policy": "none"}),
         (TGV, {"policy": "tgv"}),
         ("--kv-eviction=tgv --kv-eviction-budget=0.2", {"policy": "tgv", "budget": "0.2"}),
+        (f"{TGV} --kv-eviction-when pressure", {"policy": "tgv", "when": "pressure"}),
         ("--kv_eviction tgv --kv_eviction_budget 1", {"policy": "tgv", "budget": "1"}),
         (f"{TGV} --kv-eviction-budget 512", {"policy": "tgv", "budget": "512"}),
         (f"{TGV} --kv-eviction-budget auto:0.9", {"policy": "tgv", "budget": "auto:0.9"}),
@@ -224,8 +225,8 @@ SINGLE = inline(methods={"mine": {"base": "adakv", "granularity": "layer"}})
         ("--kv-eviction zzz", ["--kv-eviction is 'zzz': choose one of none, tgv"]),
         (f"--kv-eviction mine2 {MINE}", [MINE2]),
         (f"{MINE} --kv-eviction mine2", [MINE2]),
-        ("--kv-eviction-budget 0.2", ["--kv-eviction-budget", "--kv-eviction tgv"]),
-        (inline(sinks=8), ["--kv-eviction-config", "--kv-eviction tgv"]),
+        ("--kv-eviction-budget 0.2", ["--kv-eviction-budget", "--kv-eviction reach"]),
+        (inline(sinks=8), ["--kv-eviction-config", "--kv-eviction reach"]),
         (
             f"{TGV} --additional-config '{ADDITIONAL}'",
             ["--additional-config", "both given: use one"],
@@ -324,7 +325,7 @@ def read_in_a_fresh_process(args: argparse.Namespace) -> tuple[dict[str, Any], b
     from vllm.v1.engine.input_processor import InputProcessor
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    wrapped = patches.is_wrapped(InputProcessor, "_validate_params")
+    wrapped = patches.is_wrapped(InputProcessor, "process_inputs")
     return config.additional_config, wrapped
 
 

@@ -106,7 +106,7 @@ def test_a_client_that_goes_away(server: ChatServer) -> None:
     for _ in range(3):
         next(stream)
     stream.close()
-    running = ("vllm:num_requests_running", "vllm:kv_eviction_compressed_requests")
+    running = ("vllm:num_requests_running", "vllm:kv_eviction_requests_by_state")
 
     def nothing_runs() -> bool:
         answer(server, {}, max_tokens=2)  # steps report statistics

@@ -225,7 +225,7 @@ def test_series_of_every_engine_begin_at_zero(doors: list[Any]) -> None:
         scrape = Scrape(door)
         zero = dict.fromkeys(ENGINES, 0.0)
         assert scrape.of("requests_total", "tgv") == zero
-        assert scrape.of("compressed_requests") == zero
+        assert scrape.of("requests_by_state", "shrunk") == zero
         assert scrape.of("blocks_held", "evicted") == zero
         assert scrape.of("seconds_count", "tgv", "selection") == zero
         for reason in SKIP_REASONS:
@@ -270,7 +270,7 @@ def test_load_on_all_of_them_at_once(
     assert scrape.total("blocks_given_back_total", "tgv") == given_back > 0
     seen = sum(report["prompt_tokens"] for report in reports)
     assert sum(scrape.total("prompt_tokens_total", "tgv", m) for m in ("text", "vision")) == seen
-    assert scrape.of("compressed_requests") == {0: 0.0, 1: 0.0}
+    assert scrape.of("requests_by_state", "shrunk") == {0: 0.0, 1: 0.0}
     assert scrape.of("blocks_held", "evicted") == {0: 0.0, 1: 0.0}
     assert scrape.of("kept_fraction_count", "tgv") == evicted
     assert scrape.of("kept_fraction_bucket", "tgv", "+Inf") == evicted
@@ -314,7 +314,7 @@ def test_gauges_show_the_running_requests_of_each_engine(
             scrapes = [Scrape(door) for door in doors]
         held = [scrape.of("blocks_held", "evicted") for scrape in scrapes]
         return all(min(blocks.values()) >= 2 for blocks in held) and all(
-            scrape.of("compressed_requests") == counts for scrape in scrapes
+            scrape.of("requests_by_state", "shrunk") == counts for scrape in scrapes
         )
 
     with ThreadPoolExecutor(len(wanted)) as threads:
@@ -333,7 +333,7 @@ def test_gauges_show_the_running_requests_of_each_engine(
     assert was_shown
     zero = dict.fromkeys(ENGINES, 0.0)
     for door in doors:
-        for names in (("compressed_requests",), ("blocks_held", "evicted")):
+        for names in (("requests_by_state", "shrunk"), ("blocks_held", "evicted")):
             assert eventually(lambda door=door, names=names: Scrape(door).of(*names) == zero), names
 
 

@@ -26,6 +26,7 @@ from tests.server.serving import (
     serve,
 )
 from vllm_tgvkv.policies import POLICY_NAMES
+from vllm_tgvkv.shared.metrics import STATES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -87,7 +88,7 @@ def test_metrics(server: ChatServer) -> None:
     fraction = report["kept_tokens"] / report["prompt_tokens"]
     assert grown["kept_fraction_sum", "random"] == pytest.approx(fraction, abs=1e-3)
     # No request is running, and none holds blocks.
-    assert after["compressed_requests",] == 0
+    assert [after["requests_by_state", state] for state in STATES] == [0, 0, 0]
     assert [after["blocks_held", layers] for layers in ("evicted", "window", "state")] == [0, 0, 0]
     for part in ("statistics", "selection", "copy"):
         assert grown["seconds_count", "random", part] == 1
@@ -143,12 +144,32 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
         "budget": 0.1,
         "defer": 0,
         "decode": None,
+        "protected_tokens": 0,
         **sizes,
         "vision_tokens": VISION_TOKENS,
         "skip_reason": None,
         "trace": None,
         "cuts": [{"answer_tokens": 0, **sizes}],
     }
+
+
+def test_a_system_prompt_is_kept_in_every_head(server: ChatServer) -> None:
+    """Found by the template, once for all questions about it."""
+    system = {"role": "system", "content": random_text(70, 100)}
+    xargs = {**REPORT, "kv_eviction_trace": 1, "kv_eviction": "snapkv"}
+    for seed in (70, 71):
+        asked = [system, *messages(seed)]
+        answer = server.ask({**xargs, "kv_eviction_protect": "system"}, messages=asked)
+        report = report_of(answer)
+        # "<|im_start|>system\n", the text, "<|im_end|>\n<|im_start|>user\n": a token a byte.
+        assert report["protected_tokens"] == 8 + 100 + 2 + 6
+        assert report["blocks_after"] == 4 + 1 + 1  # the system prompt, the floor and the tail
+        trace = httpx.get(f"{server.url}/kv-eviction/requests/{answer.id}").json()
+        everyone = trace["layers"] * trace["kv_heads"]
+        assert trace["kept_by"][:116] == [everyone] * 116
+    without = server.ask({**xargs, "kv_eviction_protect": "none"}, messages=asked)
+    assert report_of(without)["protected_tokens"] == 0
+    assert report_of(without)["blocks_after"] == 1 + 1
 
 
 def test_options_of_a_request(server: ChatServer) -> None:

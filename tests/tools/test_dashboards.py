@@ -34,7 +34,7 @@ from tests.tools.programs import program
 from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 from vllm_tgvkv.shared.counters import SKIP_REASONS
-from vllm_tgvkv.shared.metrics import LAYERS, METRICS, MetricsBuffer
+from vllm_tgvkv.shared.metrics import LAYERS, METRICS, STATES, MetricsBuffer
 
 pytestmark = pytest.mark.apparatus
 
@@ -56,6 +56,8 @@ LABELS = {
     "modality": ("text", "vision"),
     "part": ("statistics", "selection", "copy"),
     "layers": LAYERS,
+    "state": STATES,
+    "cause": ("first", "later", "pressure"),
 }
 VARIABLES = {
     "__rate_interval": "1m",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation import __main__ as program
-from evaluation import pages, results, texts
+from evaluation import load, pages, results, texts
 from evaluation.answers import Answer, AnswerLog
 from evaluation.arms import (
     FULL,
@@ -31,6 +32,8 @@ from evaluation.arms import (
 )
 from evaluation.engine import Asked, NotEvictedError, Settings
 from evaluation.field import Field, Run
+from evaluation.load_report import write_load_report
+from evaluation.load_results import LoadResult, Point, Reply, Summary, read_points, summarise
 from evaluation.memory import held_blocks, mean_held, planned_cuts
 from evaluation.parts import Cells, Part
 from evaluation.report import write_report
@@ -301,7 +304,7 @@ def test_the_page_has_what_was_measured(log: AnswerLog, tmp_path: Path) -> None:
     fill(log, {**many, OTHER: ["000"] * 24})
     part = replace(TINY, cells=(replace(TINY.cells[0], questions=24),))
     results.write({"tiny": results.part_result(part, log, FACTS)}, tmp_path)
-    write_report(field, results.read(tmp_path), tmp_path)
+    write_report(field, results.read(tmp_path, results.read_part), tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "test questions, 2026-01-02, revision `abc1234`" in page
     assert "right with the full cache: 16 of 24" in page
@@ -313,8 +316,92 @@ def test_the_page_has_what_was_measured(log: AnswerLog, tmp_path: Path) -> None:
 @of_each_field
 def test_published_pages_follow_from_their_results(field: Field, tmp_path: Path) -> None:
     folder = program.DOCS / field.name
-    write_report(field, results.read(folder), tmp_path)
+    write_report(field, results.read(folder, results.read_part), tmp_path)
     assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
+
+
+# -- load -----------------------------------------------------------------------------------
+
+
+def reply(number: int, asked: float, first: float, last: float, text: str = "7") -> Reply:
+    task = ("few", "many")[number % 2]
+    return Reply(task, number, text, text == "7", 100, 20, last < 9, asked, first, last)
+
+
+def test_the_load_of_a_pool() -> None:
+    """Four whole requests are a load of 1, and half of one asks one at a time at least."""
+    assert [load.in_flight(each) for each in (0.1, *load.LOADS)] == [1, 2, 4, 8, 16, 32]
+    assert max(map(load.in_flight, load.LOADS)) < load.FLAGS["max-num-seqs"]
+    crowd = replace(load.CROWDS["text"], tasks=[replace(SHORT, tokens=n) for n in (100, 120)])
+    # 120 + 48 tokens are six blocks of 32, and one is never given out.
+    assert crowd.pool_blocks == 4 * 6 + 1
+    assert load.ARMS[0] == Arm(name="stock")
+    assert not any(
+        {"block-size", "num-gpu-blocks-override"} & arm.server.keys() for arm in load.ARMS
+    )
+
+
+def test_what_a_point_says() -> None:
+    """Two in flight; throughput counts until the last question is asked, in proportion."""
+    stock = [reply(0, 0, 1, 2), reply(1, 0, 2, 4), reply(2, 2, 3, 7), reply(3, 4, 5, 9, "8")]
+    point = Point("stock", 1.0, 2, 12.0, 1, {"requests": 2, "later_cuts": 0}, stock)
+    found = summarise(point, stock)
+    assert (found.questions, found.right, found.num_right) == (4, {"few": 2, "many": 1}, 3)
+    # At second 4 two answers are complete and a quarter of the third one.
+    assert found.tokens_per_second == pytest.approx((120 + 120 + 105) / 4)
+    assert found.tokens_per_cpu_second == 4 * 120 / 12
+    assert found.requests_per_second == pytest.approx(4 / 9)
+    assert (found.same, found.ended, found.answer_tokens) == (1, 0.75, 20)
+    assert (found.ttft_median, found.ttft_p95) == (1, pytest.approx(1.85))
+    assert found.counts == {"requests": 2}
+    other = [replace(each, text="8") for each in reversed(stock)]
+    assert summarise(replace(point, replies=other), stock).same == 0.25
+    # With all asked at once no place is ever taken again: the whole time counts.
+    burst = summarise(replace(point, in_flight=4), stock)
+    assert burst.tokens_per_second == pytest.approx(4 * 120 / 9)
+
+
+def test_the_page_of_load_has_what_was_measured(tmp_path: Path) -> None:
+    tasks = [task.name for task in load.CROWDS["text"].tasks]
+    first = Summary(
+        *("stock", 0.5, 2, 102, {tasks[0]: 20, tasks[1]: 30, tasks[2]: 10}, 1.0, 0.5, 30.0),
+        *(200.0, 100.0, 0.5, 1.25, 2.5, 0, {}),
+    )
+    cut = replace(first, arm="always", tokens_per_second=300.0, preemptions=3, same=0.5)
+    cut = replace(cut, counts={"requests": 99, "seconds": 1}, right={tasks[0]: 5})
+    result = LoadResult({**FACTS, "commands": {"stock": "vllm serve"}}, [first, cut])
+    results.write({"text": result}, tmp_path)
+    assert results.read(tmp_path, read_points) == {"text": result}
+    write_load_report({"text": result}, tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "| 0.5 | stock | 20 | 30 | 10 | 60/102 | 100 % | 50 % | 30.0 | 0 |" in page
+    assert "| 0.5 | always | 5 |  |  | 5/102 | 50 % | 50 % | 30.0 | 99 |" in page
+    assert "| 0.5 | always | 2 | 300 | 1.50 | 100 | 1.00 | 0.50 | 1.2 s | 2.5 s | 3 |" in page
+    assert (tmp_path / "load.png").stat().st_size > 5000
+
+
+def test_the_published_page_of_load_follows_from_its_results(tmp_path: Path) -> None:
+    folder = program.DOCS / program.LOAD
+    write_load_report(results.read(folder, read_points), tmp_path)
+    assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
+
+
+def test_clients_keep_as_many_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks its next question when its last is answered; replies keep the questions' order."""
+    flying, most = 0, []
+
+    async def ask(server: object, question: int, began: float) -> int:
+        nonlocal flying
+        flying += 1
+        most.append(flying)
+        await asyncio.sleep(0.001 * (7 - question % 7))
+        flying -= 1
+        return question
+
+    monkeypatch.setattr(load, "ask", ask)
+    questions: Any = range(20)
+    assert asyncio.run(load.ask_all("http://nowhere", questions, 3)) == list(questions)
+    assert most[2:] == [3] * 18
 
 
 # -- runs -----------------------------------------------------------------------------------
@@ -396,6 +483,7 @@ def test_a_prompt_that_was_not_evicted_is_no_answer_of_the_arm() -> None:
         (["text", "--questions", "0"], ["--questions 0", "at least 1"]),
         (["text", "--split", "tuning"], ["--split", "fresh", "training"]),
         (["pages", "--parts", "choice"], ["--parts choice", "granularity"]),
+        (["load", "--parts", "default"], ["--parts default", "text pages"]),
         (["text", "--publish", "--split", "training"], ["--publish", "not reported"]),
         (["text", "--methods", "snap"], ["--methods snap", "snapkv"]),
         (["text", "--report", "--output", "/nonexistent"], ["/nonexistent", "run a part"]),
@@ -426,6 +514,9 @@ def test_what_a_run_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["text", "--methods", "random", "snapkv", "--budgets", "0.2", "--questions", "5"]
     assert program.main([*given, "--plan"]) == 0
     assert "number-prose-1024: 5 questions, 15 answers" in capsys.readouterr().out
+    given = ["load", "--parts", "text", "--questions", "20", "--loads", "1", "8", "--plan"]
+    assert program.main(given) == 0
+    assert f"text: {20 * 2 * len(load.ARMS)} answers, about " in capsys.readouterr().out
 
 
 # -- the model ------------------------------------------------------------------------------

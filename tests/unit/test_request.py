@@ -34,6 +34,10 @@ def test_options_of_a_request() -> None:
         ({"kv_eviction_report": 0}, {}),
         ({"kv_eviction_trace": 1}, {"trace": True}),
         ({"kv_eviction_trace": 0}, {}),
+        ({"kv_eviction_protect": "system"}, {}),
+        ({"kv_eviction_protect": "system", "kv_eviction_protected_tokens": 9}, {"protected": 9}),
+        ({"kv_eviction_protect": "none", "kv_eviction_protected_tokens": 9}, {}),
+        ({"kv_eviction_protected_tokens": 9}, {"protected": 9}),
     ):
         wanted = replace(RequestOptions("tgv", SERVER.budget), **changes)  # type: ignore[arg-type]
         assert RequestOptions.resolve(SERVER, extra_args) == wanted
@@ -92,12 +96,14 @@ SERVERS: tuple[dict[str, Any], ...] = (
     {"decode": {"schedule": [[8, 0.3]]}},
     {"decode": {"schedule": [[8, 0.3], [32, 0.1]]}},
     {"decode": {"max_tokens": 512}, "budget": 0.4, "defer": 3},
+    {"when": "pressure", "budget": 0.3},
 )
 ASKED = st.fixed_dictionaries(
     {},
     optional={
         "kv_eviction": st.sampled_from(("none", "snapkv", "elastic", "aircache", "streaming")),
         "kv_eviction_budget": st.sampled_from((0.5, 0.05, 96, "auto:0.8")),
+        "kv_eviction_when": st.sampled_from(("always", "pressure")),
         "kv_eviction_defer": st.sampled_from((0, 4, 32)),
         "kv_eviction_schedule": st.sampled_from(("none", "0:0.6", "4:0.5,12:0.25,40:0.125")),
         "kv_eviction_max_tokens": st.sampled_from(("none", 16, 256)),
@@ -129,18 +135,23 @@ def wanted(server: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any] | No
     fraction = 1 if isinstance(first[1], str | int) else first[1]
     steps = [first, *(s for s in steps[1:] if s[0] > first[0] and s[1] < fraction)]
     again = most != "none" or len(steps) > 1
-    has_room = decode.get("on_request") or "max_tokens" in decode or len(decode.get("schedule", ()))
-    has_room = has_room and decode.get("schedule") != [[8, 0.3]]
+    has_room = bool(decode) or "when" in server
+    when = asked.get("kv_eviction_when", "always" if again else server.get("when", "always"))
+    if when == "pressure" and not has_room:
+        return None
     is_auto = str(first[1]).startswith("auto")
     if method != "none":
+        if when == "pressure" and (again or is_auto or method in ("elastic", "aircache")):
+            return None
         if again and (not has_room or is_auto or method in ("elastic", "aircache")):
             return None
         if (most != "none" and most < BLOCK) or (is_auto and method == "streaming"):
             return None
     else:
-        steps, most = steps[:1], "none"
+        steps, most, when = steps[:1], "none", "always"
     return {
         "method": method,
+        "when": when,
         "steps": steps,
         "ceiling": None if most == "none" else (most, most // 4),
     }
@@ -153,7 +164,7 @@ def found(options: RequestOptions) -> dict[str, Any]:
     ceiling = options.ceiling and (options.ceiling.max_tokens, options.ceiling.buffer)
     later = [[tokens, budget.value] for tokens, budget in options.later]
     steps = [[options.defer, budget], *later]
-    return {"method": options.policy, "steps": steps, "ceiling": ceiling}
+    return {"method": options.policy, "when": options.when, "steps": steps, "ceiling": ceiling}
 
 
 @pytest.mark.parametrize("server", SERVERS, ids=str)

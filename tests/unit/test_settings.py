@@ -105,7 +105,7 @@ def test_a_default_is_not_shared() -> None:
 
 def test_the_status_shows_the_settings_that_decide_what_is_kept() -> None:
     fields = schemas.Settings.model_fields
-    words = ("policy", "budget", "text_only", "granularity")
+    words = ("policy", "budget", "when", "protect", "text_only", "granularity")
     numbers = ("observation_window", "defer", "sinks", "floor_pages", "min_prompt_tokens")
     wanted: dict[str, Any] = {**dict.fromkeys(words, str), **dict.fromkeys(numbers, int)}
     wanted["decode"] = schemas.Decode | None

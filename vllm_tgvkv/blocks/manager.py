@@ -26,6 +26,7 @@ finish in the order of `admission.py`; decoding requests count by the blocks the
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -331,14 +332,20 @@ class EvictingManager(FullAttentionManager):
             self.order.evict(request_id, len(blocks), self._passing(request_id, cut.at))
         return self.block_pool.get_num_free_blocks() - free_before - len(fresh)
 
-    def num_held(self) -> tuple[int, int]:
-        """Return the number of compressed requests and of the blocks they hold."""
-        blocks = [
+    def num_held(self) -> int:
+        """Return the number of blocks that compressed requests hold."""
+        return sum(
             len(self.req_to_blocks[request_id]) - each.num_replaced + each.num_retained
             for request_id, each in self.compressions.items()
             if each.swapped
-        ]
-        return len(blocks), sum(blocks)
+        )
+
+    def states(self) -> Counter[str]:
+        """Return the number of requests in each of `STATES`."""
+        return Counter(
+            "shrunk" if each.swapped else "restored" if each.was_cut else "whole"
+            for each in self.compressions.values()
+        )
 
     def num_held_by(self, request_id: str) -> int:
         """Return the blocks of a request's row, null blocks not counted."""

@@ -24,6 +24,10 @@ from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 
 T = TypeVar("T")
 
+PROTECT = "kv_eviction_protect"
+PROTECTED_TOKENS = "kv_eviction_protected_tokens"
+"""The key that the front end sets for a chat whose instructions are protected."""
+
 REQUEST_KEYS = (
     "kv_eviction",
     "kv_eviction_budget",
@@ -31,6 +35,8 @@ REQUEST_KEYS = (
     "kv_eviction_defer",
     "kv_eviction_schedule",
     "kv_eviction_max_tokens",
+    PROTECT,
+    PROTECTED_TOKENS,
     "kv_eviction_report",
     "kv_eviction_trace",
 )
@@ -54,6 +60,8 @@ class RequestOptions:
     """Whether the response reports the eviction, under `kv_transfer_params.kv_eviction`."""
     trace: bool = False
     """Whether the server keeps a trace, for `GET /kv-eviction/requests`."""
+    protected: int = 0
+    """First tokens of the prompt that every layer and head keeps."""
 
     @property
     def cuts_again(self) -> bool:
@@ -120,7 +128,8 @@ class RequestOptions:
                 "vllm_xargs.kv_eviction_trace is 1, and this server keeps no traces: start it with "
                 "max_traces of at least 1 in --kv-eviction-config, or leave it out"
             )
-        return cls(policy, budget, defer, when, later, ceiling, report, trace)
+        own = budget, defer, when, later, ceiling, report, trace, _protected(given)
+        return cls(policy, *own)
 
 
 def _is_meant_for_us(key: str) -> bool:
@@ -263,3 +272,12 @@ def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
             f"vllm_xargs.{name} is {quoted(value)}: give 1 for a {what}, or 0"
         )
     return bool(value)
+
+
+def _protected(given: Mapping[str, Any]) -> int:
+    """Return the protected tokens of a request; the front end counts them where it wants some."""
+    setting, source = given.get(PROTECT, "system"), f"vllm_xargs.{PROTECT}"
+    if setting not in (known := ("system", NONE)):
+        raise EvictionConfigError(f"{source} is {quoted(setting)}: {choose(setting, known)}")
+    number = check_count(given.get(PROTECTED_TOKENS, 0), 0, f"vllm_xargs.{PROTECTED_TOKENS}")
+    return 0 if setting == NONE else number

@@ -236,6 +236,12 @@ class EvictionConfig:
     sinks: int = setting(
         4, at_least=0, help="Number of first tokens that are always kept.", in_status=True
     )
+    protect: Literal["system", "none"] = setting(
+        "none",
+        help="`system`: what stands before the first user's message, such as the system prompt and "
+        "the descriptions of tools, is kept in every layer and head, within the budget.",
+        in_status=True,
+    )
     floor_pages: int = setting(
         1,
         at_least=0,

@@ -7,7 +7,9 @@
 | `EngineArgs.from_cli_args` | the flags must reach `additional_config` | the same |
 | `EngineArgs.create_engine_config` | `additional_config` must choose scheduler and worker, and refuse what is unsupported before a model loads; no hook sees both | vLLM offers a config hook to general plugins |
 | `loggers.PrometheusStatLogger` (replaced by a subclass) | only stat logger plugins can add an engine's own numbers to `/metrics`, and installing one turns `--disable-log-stats` off for every engine | such a plugin may decline |
-| `InputProcessor._validate_params` | a wrong `vllm_xargs` value must become HTTP 400 in the server process | vLLM lets plugins validate request parameters |
+| `InputProcessor.process_inputs` | a wrong `vllm_xargs` value must become HTTP 400 in the server process, and the number of protected tokens reaches the engine among them | vLLM lets plugins validate request parameters |
+| `BaseRenderer.render_chat` | only here are both messages and tokens known, so that instructions can be told from what they are about | vLLM says where each message of a prompt begins |
+| `BaseRenderer.render_chat_async` | the same, for the server | the same |
 
 The first three are wrapped when the plugin loads, and pass everything through unless eviction is
 switched on. The others are wrapped when it is. `tests/unit/test_patches.py` fails when one of them
@@ -27,12 +29,11 @@ from weakref import WeakKeyDictionary, ref
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_tgvkv.config.defaults import Defaults
-from vllm_tgvkv.config.request import RequestOptions
+from vllm_tgvkv.config.request import PROTECT, PROTECTED_TOKENS, RequestOptions
 from vllm_tgvkv.config.server import (
     CONFIG_KEY,
     NONE,
@@ -47,16 +48,25 @@ from vllm_tgvkv.engine.compatibility import (
     check_vllm_config,
     clear_nominal_window,
 )
+from vllm_tgvkv.engine.instructions import Instructions
 from vllm_tgvkv.policies import method_names
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
 
 logger = init_logger("vllm.tgvkv")
 
-FLAGS = ("kv_eviction", "kv_eviction_budget", "kv_eviction_config", "kv_eviction_gates")
+FLAGS = (
+    "kv_eviction",
+    "kv_eviction_budget",
+    "kv_eviction_when",
+    "kv_eviction_config",
+    "kv_eviction_gates",
+)
 """The flags that `vllm serve` gets, as argparse names them."""
 
 _READ = "_kv_eviction_read"
@@ -65,6 +75,8 @@ _READ = "_kv_eviction_read"
 _replacements: set[Callable[..., Any]] = set()
 _defaults: WeakKeyDictionary[InputProcessor, Defaults] = WeakKeyDictionary()
 """Settings that each processor's requests are checked against, read once."""
+_instructions: WeakKeyDictionary[BaseRenderer, Instructions] = WeakKeyDictionary()
+"""Beginnings of prompts that each renderer has found."""
 
 SCHEDULER_CLS = "vllm_tgvkv.scheduler.scheduler.EvictionScheduler"
 ASYNC_SCHEDULER_CLS = "vllm_tgvkv.scheduler.scheduler.AsyncEvictionScheduler"
@@ -77,11 +89,14 @@ def install_flags() -> None:
     _wrap(EngineArgs, "create_engine_config", _configure_engine)
 
 
-def install_request_validation() -> None:
-    """Wrap the check of request parameters; a second call changes nothing."""
+def install_request_handling() -> None:
+    """Wrap what makes a request of messages and options; a second call changes nothing."""
+    from vllm.renderers import BaseRenderer
     from vllm.v1.engine.input_processor import InputProcessor
 
-    _wrap(InputProcessor, "_validate_params", _validate_request)
+    _wrap(InputProcessor, "process_inputs", _process_request)
+    _wrap(BaseRenderer, "render_chat", _render_chat)
+    _wrap(BaseRenderer, "render_chat_async", _render_chat_async)
 
 
 def install_metrics() -> None:
@@ -126,7 +141,7 @@ def is_wrapped(owner: type, name: str) -> bool:
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
-    policy, budget, *others = settings_of(EvictionConfig)
+    policy, budget, when, *others = settings_of(EvictionConfig)
     group = parser.add_argument_group(
         title="KVEviction",
         description="KV-cache eviction at the end of a prompt (vllm-tgvkv).",
@@ -150,6 +165,12 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
         "--kv-eviction-budget",
         f"{budget.help} Default: {budget.default_text}. A request can override it "
         'with `vllm_xargs: {"kv_eviction_budget": 0.2}`.',
+    )
+    add(
+        "--kv-eviction-when",
+        f"{when.help} Default: {when.default_text}. A request can override it with "
+        '`vllm_xargs: {"kv_eviction_when": "always"}`.',
+        metavar=f"{{{','.join(when.choices)}}}",
     )
     add(
         "--kv-eviction-config",
@@ -241,7 +262,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], Evicti
     Raises:
         EvictionConfigError: naming the flag, its value and what it may be.
     """
-    named = {"policy": flags.get("kv_eviction"), "budget": flags.get("kv_eviction_budget")}
+    fields = {"policy": "", "budget": "_budget", "when": "_when"}
+    named = {name: flags.get(f"kv_eviction{suffix}") for name, suffix in fields.items()}
     if (gates := flags.get("kv_eviction_gates")) is not None:
         named["gates"] = os.path.abspath(gates)
     given = {name: value for name, value in named.items() if value is not None}
@@ -255,8 +277,8 @@ def _settings_in_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], Evicti
     values = {**(extra or {}), **given}
     if "policy" not in values:
         raise EvictionConfigError(
-            "--kv-eviction-budget, --kv-eviction-config or --kv-eviction-gates is given without "
-            f"--kv-eviction: name a method, such as --kv-eviction {method_names()[0]}"
+            "--kv-eviction-budget, --kv-eviction-when, --kv-eviction-config or --kv-eviction-gates "
+            "is given without --kv-eviction: name a method, such as --kv-eviction reach"
         )
     before: tuple[dict[str, Any], EvictionConfig] | None = flags.get(_READ)
     if before is not None and before[0] == values:  # else a program has changed the arguments
@@ -304,23 +326,75 @@ def _evicting_config(
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = ASYNC_SCHEDULER_CLS if scheduler.async_scheduling else SCHEDULER_CLS
     vllm_config.attention_config.backend = AttentionBackendEnum[platform.attention_backend]
-    install_request_validation()
+    install_request_handling()
     install_metrics()
     return vllm_config
 
 
-def _validate_request(
-    original: Callable[..., Any], processor: InputProcessor, params: Any, *args: Any, **kwargs: Any
-) -> Any:
-    result = original(processor, params, *args, **kwargs)
+def _process_request(
+    original: Callable[..., EngineCoreRequest],
+    processor: InputProcessor,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> EngineCoreRequest:
+    request = original(processor, request_id, prompt, params, *args, **kwargs)
     # Read once: checking the settings takes too long to do for every request.
     if processor not in _defaults:
         _defaults[processor] = Defaults(config_of(processor.vllm_config))
-    defaults = _defaults[processor]
-    if defaults.config.active and isinstance(params, SamplingParams):
+    defaults, sampling = _defaults[processor], request.sampling_params
+    if defaults.config.active and sampling is not None:
+        given = sampling.extra_args or {}
+        is_wanted = given.get(PROTECT, defaults.config.protect) == "system"
+        if is_wanted and isinstance(prompt, dict) and PROTECTED_TOKENS in prompt:
+            sampling.extra_args = {PROTECTED_TOKENS: prompt[PROTECTED_TOKENS], **given}
         try:
             block_size = processor.vllm_config.cache_config.block_size
-            RequestOptions.resolve(defaults.current(), params.extra_args, block_size)
+            RequestOptions.resolve(defaults.current(), sampling.extra_args, block_size)
         except EvictionConfigError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
-    return result
+    return request
+
+
+def _render_chat(
+    original: Callable[..., Any],
+    renderer: BaseRenderer,
+    conversations: Any,
+    chat_params: ChatParams,
+    tok_params: TokenizeParams | None = None,
+    **kwargs: Any,
+) -> Any:
+    rendered = original(renderer, conversations, chat_params, tok_params, **kwargs)
+    known = _instructions_of(renderer)
+    for chat in known.new_chats(conversations, chat_params, tok_params, rendered[1]):
+        with known.learning(chat):
+            _, chat.probed = original(
+                renderer, chat.probes, chat_params, tok_params, skip_mm_cache=True
+            )
+    return rendered
+
+
+async def _render_chat_async(
+    original: Callable[..., Any],
+    renderer: BaseRenderer,
+    conversations: Any,
+    chat_params: ChatParams,
+    tok_params: TokenizeParams | None = None,
+    **kwargs: Any,
+) -> Any:
+    rendered = await original(renderer, conversations, chat_params, tok_params, **kwargs)
+    known = _instructions_of(renderer)
+    for chat in known.new_chats(conversations, chat_params, tok_params, rendered[1]):
+        with known.learning(chat):
+            _, chat.probed = await original(
+                renderer, chat.probes, chat_params, tok_params, skip_mm_cache=True
+            )
+    return rendered
+
+
+def _instructions_of(renderer: BaseRenderer) -> Instructions:
+    if renderer not in _instructions:
+        _instructions[renderer] = Instructions(config_of(renderer.config).active)
+    return _instructions[renderer]

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PretrainedConfig
+from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 
 from vllm_tgvkv.config.request import RequestOptions
@@ -183,6 +184,7 @@ class Candidate:
             is_whole=is_whole,
             stored=stored,
             is_reported=self.options.report,
+            protected=self.options.protected,
         )
 
     # -- its life -----------------------------------------------------------------------
@@ -226,19 +228,29 @@ def make_candidate(
     prompt = map_prompt(num_tokens, request.mm_features, model)
     if reason := _refused_prompt(prompt, policy, config):
         return reason
+    num_full = num_tokens // block_size
+    # At least one token is judged, for methods that compare tokens after the sinks.
+    options = replace(options, protected=min(options.protected, num_tokens - 1))
+    least = _least_blocks(options, config, policy, prompt, block_size)
     if is_late:
         cuts = Cuts((), None, block_size, longest)
-        return _late_candidate(options, prompt, policy, cuts) or "budget_covers_prompt"
-    num_full = num_tokens // block_size
+        return _late_candidate(options, prompt, policy, cuts, least) or "budget_covers_prompt"
     # A budget `auto` counts on text and sinks being kept.
     is_certain = ~prompt.is_vision()[: num_full * block_size]
-    is_certain[: config.sinks] = True
+    is_certain[: max(config.sinks, options.protected)] = True
     guard = options.budget.guard(num_tokens, int(is_certain.sum()), block_size)
+    if guard is not None:
+        guard = replace(guard, least_blocks=max(guard.least_blocks, least))
     # Of a short prompt only the ceiling evicts, as the answer grows.
-    num_retained = num_full if is_short else options.budget.retained_blocks(num_tokens, block_size)
-    scheduled = [(options.defer, num_retained)]
-    scheduled += [(n, b.retained_blocks(num_tokens, block_size)) for n, b in options.later]
-    cuts = plan_cuts(num_tokens, scheduled, options.ceiling, block_size, longest)
+    evictions = [(options.defer, options.budget), *options.later]
+    scheduled = [
+        (n, min(max(budget.retained_blocks(num_tokens, block_size), least), num_full))
+        for n, budget in evictions
+    ]
+    if is_short:
+        scheduled[0] = options.defer, num_full
+    ceiling = options.ceiling and options.ceiling.at_least(least * block_size)
+    cuts = plan_cuts(num_tokens, scheduled, ceiling, block_size, longest)
     first = cuts.scheduled[0]
     covers_prompt = first.num_retained >= num_full and guard is None
     # A first cut that keeps everything is only made for the sake of those that follow.
@@ -252,14 +264,34 @@ def make_candidate(
 
 
 def _late_candidate(
-    options: RequestOptions, prompt: PromptMap, policy: Policy, cuts: Cuts
+    options: RequestOptions, prompt: PromptMap, policy: Policy, cuts: Cuts, least: int
 ) -> Candidate | None:
-    """Return a candidate that only pressure cuts; None if its budget covers the prompt."""
-    stages = options.budget.stages(STAGES, prompt.num_tokens, cuts.block_size)
+    """Return a candidate that only pressure cuts; None if its budget covers the prompt.
+
+    No cut leaves less than `least` blocks.
+    """
+    stages = options.budget.stages(STAGES, prompt.num_tokens, cuts.block_size, least)
     nobody = Voters({}, np.empty(0, np.int64), every_row=False)
     more = options.defer or PRESSURE_ROWS, stages, policy.summaries
     found = Candidate(options, prompt, policy.row_sets, nobody, cuts, None, None, *more)
     return found if stages else None
+
+
+def _least_blocks(
+    options: RequestOptions,
+    config: EvictionConfig,
+    policy: Policy,
+    prompt: PromptMap,
+    block_size: int,
+) -> int:
+    """Return the blocks that hold a prompt's protected tokens, floor and summaries; 0 for none."""
+    if not options.protected:
+        return 0
+    num_pages = cdiv(options.protected, block_size) + config.floor_pages
+    if policy.summaries is None:
+        return num_pages
+    num_summaries = len(policy.summaries.kinds(num_pages + 2, num_pages + 3, prompt.has_vision))
+    return num_pages + num_summaries
 
 
 def _refused_prompt(prompt: PromptMap, policy: Policy, config: EvictionConfig) -> str | None:

@@ -18,7 +18,7 @@ from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.scheduler.candidate import Candidate
 from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.cuts import Cut
-from vllm_tgvkv.shared.metrics import LAYERS, MetricsBuffer
+from vllm_tgvkv.shared.metrics import LAYERS, STATES, MetricsBuffer
 from vllm_tgvkv.shared.plan import Outcome
 from vllm_tgvkv.shared.report import Cause, CutReport, EvictionReport, MemoryReport
 
@@ -50,6 +50,7 @@ class Records:
             defer=options.defer,
             when=options.when,
             decode=options.decode,
+            protected_tokens=min(options.protected, request.num_prompt_tokens),
         )
 
     def close_report(self, request_id: str) -> dict[str, Any] | None:
@@ -155,10 +156,11 @@ class Records:
             if now - self._last_gauges >= _GAUGE_SECONDS or is_idle:
                 self._last_gauges = now
                 manager = self._manager
-                num_requests, num_blocks = manager.num_held()
                 names = filter(manager.is_compressed, manager.compressions)
-                metrics.set("compressed_requests", num_requests)
-                held = (num_blocks, *manager.others.held(names))
+                states = manager.states()
+                for state in STATES:
+                    metrics.set("requests_by_state", states[state], state)
+                held = (manager.num_held(), *manager.others.held(names))
                 for layers, num_held in zip(LAYERS, held, strict=True):
                     metrics.set("blocks_held", num_held, layers)
             metrics.move_to(stats.waiting_lora_adapters)

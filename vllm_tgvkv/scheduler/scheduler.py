@@ -96,11 +96,14 @@ class EvictionScheduler(Scheduler):
         self._defaults = Defaults(config)
         self._forgotten: list[str] = []
         """Requests whose observation the worker may drop."""
+        budget, defer = config.first_eviction(config.policy)
+        is_late = config.when == "pressure"
         logger.info(
-            "KV eviction: policy %s, budget %s, after %d tokens of the answer, granularity %s; "
-            "pages of %d tokens, pool of %d blocks of %d pages (layers x KV heads)",
+            "KV eviction: policy %s, budget %s, %s, granularity %s; pages of %d tokens, pool of %d "
+            "blocks of %d pages (layers x KV heads)",
             config.policy,
-            *config.first_eviction(config.policy),
+            budget,
+            "when memory is short" if is_late else f"after {defer} tokens of the answer",
             config.build_policy(config.policy).granularity,
             self.tokens_per_block,
             self.manager.block_pool.num_gpu_blocks - 1,  # without the null block

@@ -103,14 +103,19 @@ class Budget:
         return _blocks_within(allowance, num_prompt_tokens, block_size)
 
     def stages(
-        self, shares: Sequence[float], num_prompt_tokens: int, block_size: int
+        self,
+        shares: Sequence[float],
+        num_prompt_tokens: int,
+        block_size: int,
+        least_blocks: int = 0,
     ) -> tuple[int, ...]:
         """Return the blocks k for each of descending shares, and for the budget, which ends them.
 
         Shares that keep no more than the budget, or no fewer blocks than the one before, are left
-        out. They descend, and each is less than the full blocks of the prompt.
+        out. They descend, and each is less than the full blocks of the prompt. None is less than
+        `least_blocks`.
         """
-        least = self.retained_blocks(num_prompt_tokens, block_size)
+        least = max(self.retained_blocks(num_prompt_tokens, block_size), least_blocks)
         full = num_prompt_tokens // block_size
         found = {
             Budget(fraction=share).retained_blocks(num_prompt_tokens, block_size)

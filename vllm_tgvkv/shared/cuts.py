@@ -48,6 +48,10 @@ class Ceiling:
         """
         return cls(max_tokens, max(max_tokens // 4, 1))
 
+    def at_least(self, num_tokens: int) -> Ceiling:
+        """Return the ceiling, or a higher one if it is below a number of tokens."""
+        return self if self.max_tokens >= num_tokens else Ceiling.of(num_tokens)
+
     def least_blocks(self, block_size: int) -> int:
         """Return the blocks that a cut leaves."""
         return max(self.max_tokens // block_size, 1)

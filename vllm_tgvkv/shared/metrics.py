@@ -19,6 +19,9 @@ _PREFIX = "kv_eviction"
 LAYERS = ("evicted", "window", "state")
 """Values of the label `layers`: eviction does not reach the last two."""
 
+STATES = ("whole", "shrunk", "restored")
+"""Values of the label `state`."""
+
 _SEPARATOR = "\x1f"
 """Separates the parts of a name; occurs in no method or skip reason."""
 
@@ -89,11 +92,17 @@ METRICS = {
             "Requests whose eviction had to wait because blocks to copy into were not free.",
             ("policy",),
         ),
-        Metric("compressed_requests", "gauge", "Running requests that are compressed."),
+        Metric(
+            "requests_by_state",
+            "gauge",
+            "Unfinished requests that are or may be evicted, by their cache: whole, shrunk, or "
+            "restored, which is whole after it was shrunk.",
+            ("state",),
+        ),
         Metric(
             "blocks_held",
             "gauge",
-            "KV blocks held by compressed requests, by layers: those that are evicted, and those "
+            "KV blocks held by shrunk requests, by layers: those that are evicted, and those "
             "with a window or a state, which eviction does not reach.",
             ("layers",),
         ),

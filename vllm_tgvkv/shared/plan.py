@@ -85,6 +85,12 @@ class Eviction:
     the step that computes them."""
     is_reported: bool = False
     """Whether the request asked for a report, which needs the outcome of each of its evictions."""
+    protected: int = 0
+    """First tokens of the prompt that every head keeps, if there are more than sinks."""
+
+    def protected_pages(self, block_size: int) -> int:
+        """Return the pages that every head gets for them, beside its floor."""
+        return -(-self.protected // block_size)
 
     @property
     def num_retained(self) -> int:

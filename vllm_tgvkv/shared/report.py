@@ -64,6 +64,8 @@ class EvictionReport:
     """`pressure` if only a lack of memory evicts the request."""
     decode: dict[str, Any] | None
     """Later evictions, as the setting `decode` has them; None if there are none."""
+    protected_tokens: int = 0
+    """First tokens of the prompt that every layer and head keeps, see the setting `protect`."""
     kept_tokens: int | None = None
     """Prompt tokens kept, mean over layers and heads; None if nothing was evicted."""
     blocks_after: int | None = None

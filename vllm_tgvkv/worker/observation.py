@@ -108,7 +108,8 @@ class PromptObservation:
             keys = self.attempt(partial(RaggedKeys.of_row, *row, context.regions))
         keys = keys or RowKeys.of_blocks(*row, context.shape)
         policy = self._policy_of(eviction.method)
-        return due_eviction(eviction, policy, self._config.sinks, keys, context)
+        sinks = max(self._config.sinks, eviction.protected)
+        return due_eviction(eviction, policy, sinks, keys, context)
 
     # -- a layer ------------------------------------------------------------------------
 
@@ -287,7 +288,8 @@ class PromptObservation:
             due.prompt,
             num_heads=num_heads * ranks.num_parts,
             block_size=context.shape.block_size,
-            floor_pages=self._config.floor_pages,
+            floor_pages=self._config.floor_pages
+            + due.eviction.protected_pages(context.shape.block_size),
             num_parts=ranks.num_parts,
             heads=slice(ranks.part * num_heads, (ranks.part + 1) * num_heads),
             agree=ranks.first,

@@ -94,6 +94,8 @@ class Pressure:
         self._step_tokens = step_tokens
         self._max_running = max_running
         self._num_ahead = _STEPS_AHEAD * (1 + num_drafts)
+        self._most_votes = PRESSURE_ROWS
+        """Tokens that voted for any request so far, at most: a bound that a step need not seek."""
         self._step = 0
         self._due: dict[str, float] = {}
         """Blocks that the cuts which are decided and not made yet will free, by request id."""
@@ -103,38 +105,29 @@ class Pressure:
     def begin_step(self, running: Sequence[Request], waiting: Iterable[Request]) -> Request | None:
         """Decide cuts for the coming steps, or restore a request, which is returned."""
         self._step += 1
-        manager, refused = self._manager, self._manager.refused
+        manager = self._manager
         manager.num_kept_free = 0
         num_free = manager.block_pool.get_num_free_blocks()
         first = next(iter(waiting), None) if len(running) < self._max_running else None
         is_quiet = first is None and not manager.order.prefills
-        if not running:
-            return None
-        num_near = self._num_near(running)
-        most = cdiv(2 * num_near, manager.block_size) + 1
         looks = bool(self._shrunk) and self._step % _RESTORE_EVERY == 0
-        if is_quiet and not looks and num_free >= 2 * most * len(running):
+        if not running or (is_quiet and not looks and num_free >= self._ample(len(running))):
             return None
-        growth = self._growth(running, num_near)
-        if first is None:
-            needed = growth.end
-        else:
-            needed = growth.end + cdiv(self._longest(first), manager.block_size)
-            needed += manager.others.most
-        if needed > num_free:
+        growth = self._growth(running, self._num_near(running))
+        if growth.end + self._longest_blocks(first) > num_free:
             shrinkable = list(self._shrinkable(running))
-            least = min((c.stages[-1] for _, c in shrinkable), default=0)
-            if first is not None and (candidate := self._candidates.get(first.request_id)):
-                least = max(least, *candidate.stages[-1:], 0)
-            manager.num_kept_free = growth.far + least
+            manager.num_kept_free = growth.far + self._fresh_blocks(shrinkable, first)
             wanted = manager.num_kept_free - num_free - sum(self._due.values())
-            if refused is not None and first is not None:
-                wanted += self._blocks_of(waiting, *refused, len(running))
-                wanted += manager.others.most + manager.num_watermark
+            wanted += self._refused_blocks(waiting, len(running)) if first is not None else 0
             if wanted > 0 and shrinkable:
                 self._decide(shrinkable, wanted, num_free - growth.near)
                 return None
         return self._restore(running, growth, num_free) if looks and is_quiet else None
+
+    def arrive(self, candidate: Candidate) -> None:
+        """Know a request that may be cut later."""
+        if candidate.stages:
+            self._most_votes = max(self._most_votes, candidate.num_votes)
 
     def made(self, request_id: str) -> None:
         """Record that a cut which was decided is made."""
@@ -149,8 +142,27 @@ class Pressure:
 
     # -- what is needed -----------------------------------------------------------------
 
+    def _ample(self, num_running: int) -> int:
+        """Return free blocks with which running requests are not short for a while."""
+        num_tokens = 2 * (self._most_votes + self._num_ahead)
+        return 2 * (cdiv(num_tokens, self._manager.block_size) + 1) * num_running
+
     def _longest(self, request: Request) -> int:
         return min(request.num_prompt_tokens + request.max_tokens, self._max_model_len)
+
+    def _longest_blocks(self, first: Request | None) -> int:
+        """Return the blocks of a waiting request at its longest."""
+        if first is None:
+            return 0
+        return cdiv(self._longest(first), self._manager.block_size) + self._manager.others.most
+
+    def _fresh_blocks(
+        self, shrinkable: Iterable[tuple[Request, Candidate]], first: Request | None
+    ) -> int:
+        """Return the fresh blocks of one cut: of a running request, or of the one that waits."""
+        least = min((candidate.stages[-1] for _, candidate in shrinkable), default=0)
+        waits = self._candidates.get(first.request_id) if first is not None else None
+        return max(least, waits.stages[-1]) if waits is not None and waits.stages else least
 
     def _num_near(self, running: Sequence[Request]) -> int:
         """Return the tokens of each request until a cut that is decided now has freed memory."""
@@ -169,15 +181,17 @@ class Pressure:
             end += max(-(-longest // size) - num_blocks, 0)
         return _Growth(near, far, end)
 
-    def _blocks_of(
-        self, waiting: Iterable[Request], refused: str, num_blocks: int, num_running: int
-    ) -> int:
-        """Return the blocks of the refused request and of those that could prefill with it.
+    def _refused_blocks(self, waiting: Iterable[Request], num_running: int) -> int:
+        """Return the blocks of the request that was refused, and of those that follow it.
 
-        All of them fit into the steps that a cut takes. What the prefix cache has of them is known
-        for the refused one only, which may have been aborted meanwhile.
+        All of them could be computed in the steps that a cut takes. What the prefix cache has of
+        them is known for the refused one only, which may have been aborted meanwhile.
         """
-        num_tokens, size, total = _CUT_STEPS * self._step_tokens, self._manager.block_size, 0
+        manager = self._manager
+        if manager.refused is None:
+            return 0
+        refused, num_blocks = manager.refused
+        num_tokens, total = _CUT_STEPS * self._step_tokens, manager.others.most
         for request in islice(waiting, min(self._max_running - num_running, _MOST_TOGETHER)):
             num_tokens -= request.num_tokens
             if request.request_id == refused:
@@ -185,8 +199,8 @@ class Pressure:
             elif num_tokens < 0:
                 break
             else:
-                total += cdiv(request.num_tokens, size)
-        return total
+                total += cdiv(request.num_tokens, manager.block_size)
+        return total + manager.num_watermark
 
     # -- cuts ---------------------------------------------------------------------------
 

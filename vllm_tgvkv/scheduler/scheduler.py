@@ -148,6 +148,7 @@ class EvictionScheduler(Scheduler):
             self.records.skip(request, options.policy, "pool_too_small")
         else:
             self.candidates[request.request_id] = candidate
+            self.pressure.arrive(candidate)
             self.manager.expect(request, candidate.cut, self._most_cached(request, candidate))
 
     # -- admission ----------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from oracle.emulation import Eviction, Oracle
+from tests.engine.changes import causes_of, changes_of, restore_soon
 from tests.engine.questions import DEBUG, budget
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.models import FAMILIES, MINICPM_IMAGE, QWEN_IMAGE, random_image, random_text
@@ -35,6 +36,7 @@ SETTINGS = {
     "budget": 0.4,
     "min_prompt_tokens": 1,
     "observation_window": ROWS,
+    "decode": {"on_request": True},
     "debug": {**DEBUG, "evict_at_full_budget": True},
 }
 BLOCK = 96
@@ -205,6 +207,49 @@ def test_evictions_after_waits_in_steps_and_after_preemptions(running: SteppedEn
         assert len(first.outputs[0].token_ids) == TOKENS
         assert np.isfinite(logprobs(first)).all()
         assert np.isfinite(logprobs(alone)).all()
+
+
+def test_under_pressure_and_whole_again(
+    running: SteppedEngine, hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States stay those of the tokens as they were computed, whatever keys come back.
+
+    Answers are nearly those of the oracle with the same keys hidden at the same tokens.
+    """
+    restore_soon(monkeypatch)
+    oracle, size = Oracle(hybrid), running.scheduler.tokens_per_block
+    xargs = {"kv_eviction_when": "pressure", "kv_eviction_report": 1, **budget(0.2)}
+    methods = ("snapkv", "reach", "streaming")
+    asks = [
+        replace(ask(60 + i, 850, xargs={**xargs, "kv_eviction": method}), max_tokens=60)
+        for i, method in enumerate(methods)
+    ]
+    names = [running.add(asked) for asked in asks]
+    for _ in range(30):
+        running.step()
+    crowd = running.add(ask(70, 850, xargs={"kv_eviction": "none"}))
+    for _ in range(40):
+        if any(map(running.scheduler.manager.is_compressed, running.scheduler.requests)):
+            break
+        running.step()
+    running.engine.abort_request([crowd])
+    outputs = running.drain()
+    found = [causes_of(outputs[name]) for name in names]
+    assert sum("pressure" in each for each in found) >= 1
+    assert sum("restored" in each for each in found) >= 1
+    for name, asked in zip(names, asks, strict=True):
+        output, prompt = outputs[name], oracle.prompt(asked.text, asked.images)
+        changes, num_full = changes_of(output, size), len(prompt.token_ids) // size * size
+        cuts = [change for change in changes if change.blocks is not None]
+        masks = {}
+        for cut, kept in zip(cuts, running.kept_after_cuts(name), strict=True):
+            masks[cut.after] = kept[..., : len(prompt.token_ids) + cut.after].clone()
+            assert masks[cut.after].sum() == cut.blocks * size * kept[..., 0].numel()
+            masks[cut.after][..., num_full:] = True
+        whole_after = {each.after: each.recomputes for each in changes if each.blocks is None}
+        tokens, ours = list(output.outputs[0].token_ids), logprobs(output)
+        theirs = oracle.decode(prompt, len(tokens), masks, tokens, whole_after=whole_after)
+        assert np.abs(ours - of(theirs.logprobs, tokens)).mean() < 0.25
 
 
 def test_a_conversation_goes_on_over_what_was_computed_before_the_cut(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
+from tests.engine.changes import assert_changes_agree, causes_of, restore_soon
 from tests.engine.gated import gated_oracle
 from tests.engine.questions import DEBUG, album
 from tests.engine.running import Ask, assert_cuts_agree
@@ -116,6 +117,28 @@ def test_every_cut_leaves_what_one_process_leaves(
         for asked, output in zip(asks, outputs, strict=True):
             assert_cut(running, oracle, split, kind, asked, output)
         assert running.preempted or kind == "ceiling"
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            restore_soon(monkeypatch)
+            assert_pressure(running, oracle, split)
+
+
+def assert_pressure(running: ParallelEngine, oracle: Oracle, split: Split) -> None:
+    """Assert the oracle's answers to requests that are cut when memory is short, and restored."""
+    asks = []
+    for seed, method in enumerate(("tgv_by_layer", "rkv_by_head", "adakv_by_head")):
+        xargs = {"kv_eviction_when": "pressure", "kv_eviction_schedule": "none"}
+        xargs |= {"kv_eviction": method, "kv_eviction_report": 1, "kv_eviction_budget": 0.1}
+        lengths = 20, 170 + 19 * seed
+        asks.append(album(60 + seed, *lengths, max_tokens=80, arrival=3 * seed, xargs=xargs))
+
+    def kept_of(name: str) -> list[torch.Tensor]:
+        of_workers = running.cuts_on_workers(name)
+        return [split.joined(parts) for parts in zip(*of_workers, strict=True)]
+
+    outputs = running.run(asks)
+    more = {"stages": split.stages, "ranks": split.ranks}
+    assert_changes_agree(running, oracle, asks, outputs, kept_of, **more)
+    assert sum(causes_of(output).count("pressure") for output in outputs) >= 2
 
 
 def ask(seed: int, method: str, kind: str) -> Ask:

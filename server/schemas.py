@@ -127,7 +127,8 @@ class Change(Cut):
 
     cause: str = Field(
         description="`first` or `later`: an eviction at a token that was known before; `pressure`: "
-        "one because memory was short; `restored`: the whole prompt came back."
+        "one because memory was short; `restored`: the whole prompt came back; `preempted`: all "
+        "was given back and computed again."
     )
 
 

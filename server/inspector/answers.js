@@ -30,7 +30,11 @@ function laterName(decode) {
 /** When a cut was made, and what it did. @param {Cut} cut */
 export function cutName({ answer_tokens: tokens, blocks_before: before, blocks_after: after, cause }) {
   const when = tokens ? `After ${plural(tokens, "token")} of the answer` : "Before the answer";
-  const why = { pressure: ", memory was short", restored: ", all came back" }[cause] ?? "";
+  const why = {
+    pressure: ", memory was short",
+    restored: ", all came back",
+    preempted: ", preempted: computed again",
+  }[cause] ?? "";
   return `${when}${why}: ${count(before)} \u2192 ${plural(after, "block")}`;
 }
 

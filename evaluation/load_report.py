@@ -63,8 +63,10 @@ def write_load_report(results: Mapping[str, LoadResult], folder: Path) -> None:
 def _part(name: str, result: LoadResult) -> Iterator[Block]:
     letters = {task.name: chr(ord("A") + n) for n, task in enumerate(CROWDS[name].tasks)}
     yield Items([f"**{letters[task.name]}**: {task.title}" for task in CROWDS[name].tasks])
-    yield _answers(result.points, letters)
-    yield _speeds(result.points)
+    arms = list(dict.fromkeys(point.arm for point in result.points))
+    points = sorted(result.points, key=lambda point: (point.load, arms.index(point.arm)))
+    yield _answers(points, letters)
+    yield _speeds(points)
     facts = result.facts
     versions, machine = (
         ", ".join(f"{key} {value}" for key, value in facts[group].items())
@@ -74,6 +76,8 @@ def _part(name: str, result: LoadResult) -> Iterator[Block]:
         f"{facts['day']}, revision `{facts['revision']}`. {versions}. Machine: {machine}. Written "
         f"from [{FILE}]({FILE}) by `python -m evaluation load --report`. The servers:"
     )
+    if note := facts.get("note"):
+        yield Text(note)
     yield Code("\n".join(f"{arm}: {command}" for arm, command in facts["commands"].items()))
 
 

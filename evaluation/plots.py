@@ -63,7 +63,7 @@ def draw(result: PartResult, path: Path) -> None:
 
 _FIGURES: dict[str, Callable[[Summary], float]] = {
     "right answers": lambda point: point.num_right / point.questions,
-    "tokens/s, prompt and answer": lambda point: point.tokens_per_second,
+    "tokens per CPU second": lambda point: point.tokens_per_cpu_second,
     "time to first token, median, s": lambda point: point.ttft_median,
     "preemptions": lambda point: point.preemptions,
 }

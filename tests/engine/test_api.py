@@ -55,7 +55,7 @@ def test_importing_the_package_is_cheap() -> None:
 def test_options_cover_every_key_of_a_request() -> None:
     protected = {"protect": "system", "protected_tokens": 90}
     full = api.EvictionOptions(
-        "snapkv", 0.25, 3, "8:0.3", 512, report=True, trace=True, **protected
+        "snapkv", 0.25, 3, "8:0.3", 512, "always", report=True, trace=True, **protected
     ).extra_args()
     assert full == {
         "kv_eviction": "snapkv",
@@ -63,6 +63,7 @@ def test_options_cover_every_key_of_a_request() -> None:
         "kv_eviction_defer": 3,
         "kv_eviction_schedule": "8:0.3",
         "kv_eviction_max_tokens": 512,
+        "kv_eviction_when": "always",
         "kv_eviction_report": 1,
         "kv_eviction_trace": 1,
         "kv_eviction_protect": "system",

@@ -330,6 +330,8 @@ def test_a_trace_has_every_cut(whole: SteppedEngine, method: str, cuts: dict[str
         kept = [cut for of, cut in whole.evictor.kept if name_of(of) == name]
         told = output.kv_transfer_params["kv_eviction"]["cuts"]
         assert len(kept) == len(told) >= 3
+        causes = [cut.pop("cause") for cut in told]
+        assert causes == ["first", *["later"] * (len(told) - 1)]
         gone = np.empty(0, np.int64)
         for index, recorded in enumerate(kept):
             trace = found(name, None, index)

@@ -154,13 +154,14 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
         "prompt_tokens": 300,
         "budget": 0.1,
         "defer": 0,
+        "when": "always",
         "decode": None,
         "protected_tokens": 0,
         **sizes,
         "vision_tokens": 64,
         "skip_reason": None,
         "trace": None,
-        "cuts": [{"answer_tokens": 0, **sizes}],
+        "cuts": [{"answer_tokens": 0, **sizes, "cause": "first"}],
     }
     after = evicting.counters
     assert after["requests_evicted"] - before["requests_evicted"] == 1

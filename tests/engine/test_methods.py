@@ -208,6 +208,7 @@ def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: i
         "prompt_tokens": len(expected.prompt.token_ids),
         "budget": expected.ask.xargs["kv_eviction_budget"],
         "defer": 0,
+        "when": "always",
         "decode": None,
         "protected_tokens": 0,
         **sizes,
@@ -216,7 +217,7 @@ def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: i
         "kept_vision_tokens": kept_vision,
         "skip_reason": None,
         "trace": None,
-        "cuts": [{"answer_tokens": 0, **sizes}],
+        "cuts": [{"answer_tokens": 0, **sizes, "cause": "first"}],
     }
 
 

@@ -174,6 +174,7 @@ def test_a_question_may_have_its_own_wait(client: httpx.Client) -> None:
     for name in ("blocks_before", "kept_tokens"):
         assert cut[name] == evicted[name]
     assert cut["blocks_after"] == evicted["blocks"]
+    assert cut.pop("cause") == "first"
     assert client.get(f"/requests/{evicted['trace']}").json()["cuts"] == [cut]
     assert client.get(f"/requests/{evicted['trace']}?cut=1").status_code == 404
 
@@ -188,6 +189,7 @@ def test_a_question_may_have_its_own_later_cuts(client: httpx.Client) -> None:
     assert (evicted["budget"], evicted["defer"]) == (0.6, 1)
     assert evicted["decode"] == {"schedule": [[1, 0.6], [3, 0.3]]}
     trace = client.get(f"/requests/{evicted['trace']}").json()
+    assert [cut.pop("cause") for cut in evicted["cuts"]] == ["first", "later"]
     assert trace["cuts"] == evicted["cuts"]
     assert trace["budget"] == "60 % of the prompt, 30 % of the prompt after 3 tokens of the answer"
 

@@ -143,13 +143,14 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
         "prompt_tokens": num_tokens,
         "budget": 0.1,
         "defer": 0,
+        "when": "always",
         "decode": None,
         "protected_tokens": 0,
         **sizes,
         "vision_tokens": VISION_TOKENS,
         "skip_reason": None,
         "trace": None,
-        "cuts": [{"answer_tokens": 0, **sizes}],
+        "cuts": [{"answer_tokens": 0, **sizes, "cause": "first"}],
     }
 
 

@@ -52,7 +52,7 @@ def scraped(server: ChatServer) -> dict[tuple[str, ...], float]:
             assert sample.labels.pop("model_name") == "tiny"
             assert sample.labels.pop("engine") == "0"
             name = sample.name.removeprefix("vllm:kv_eviction_")
-            order = ("policy", "reason", "modality", "part", "layers", "le")
+            order = ("policy", "reason", "modality", "part", "layers", "state", "cause", "le")
             labels = [sample.labels[label] for label in order if label in sample.labels]
             found[(name, *labels)] = sample.value
     return found

@@ -134,4 +134,6 @@ def test_no_order_of_execution_changes_a_bit(deterministic: None) -> None:
             found = pool[case.written].double()
             torch.testing.assert_close(found, whole[case.written], rtol=1e-5, atol=1e-6)
     for merged in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(merged, results[0], strict=True))
+        # Pages that nobody was dealt keep their NaN.
+        pairs = zip(merged, results[0], strict=True)
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)

@@ -205,7 +205,16 @@ class Scrape:
                 if sample.name.startswith("vllm:kv_eviction_"):
                     engine = int(sample.labels["engine"])
                     key = sample.name.removeprefix("vllm:kv_eviction_"), engine
-                    order = ("policy", "reason", "modality", "part", "layers", "le")
+                    order = (
+                        "policy",
+                        "reason",
+                        "modality",
+                        "part",
+                        "layers",
+                        "state",
+                        "cause",
+                        "le",
+                    )
                     labels = tuple(sample.labels[name] for name in order if name in sample.labels)
                     values = self.samples.setdefault(key, {})
                     assert labels not in values  # one series for all processes

@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary, ref
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -340,21 +341,24 @@ def _process_request(
     *args: Any,
     **kwargs: Any,
 ) -> EngineCoreRequest:
-    request = original(processor, request_id, prompt, params, *args, **kwargs)
     # Read once: checking the settings takes too long to do for every request.
     if processor not in _defaults:
         _defaults[processor] = Defaults(config_of(processor.vllm_config))
-    defaults, sampling = _defaults[processor], request.sampling_params
-    if defaults.config.active and sampling is not None:
-        given = sampling.extra_args or {}
-        is_wanted = given.get(PROTECT, defaults.config.protect) == "system"
-        if is_wanted and isinstance(prompt, dict) and PROTECTED_TOKENS in prompt:
-            sampling.extra_args = {PROTECTED_TOKENS: prompt[PROTECTED_TOKENS], **given}
+    defaults = _defaults[processor]
+    is_checked = defaults.config.active and isinstance(params, SamplingParams)
+    given = (params.extra_args or {}) if is_checked else {}
+    if is_checked:
         try:
             block_size = processor.vllm_config.cache_config.block_size
-            RequestOptions.resolve(defaults.current(), sampling.extra_args, block_size)
+            RequestOptions.resolve(defaults.current(), given, block_size)
         except EvictionConfigError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
+    # A refused request has cached no image yet, which the engine would miss in the next one.
+    request = original(processor, request_id, prompt, params, *args, **kwargs)
+    is_wanted = given.get(PROTECT, defaults.config.protect) == "system"
+    if is_checked and is_wanted and isinstance(prompt, dict) and PROTECTED_TOKENS in prompt:
+        assert request.sampling_params is not None
+        request.sampling_params.extra_args = {PROTECTED_TOKENS: prompt[PROTECTED_TOKENS], **given}
     return request
 
 

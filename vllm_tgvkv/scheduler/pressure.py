@@ -97,6 +97,8 @@ class Pressure:
         self._most_votes = PRESSURE_ROWS
         """Tokens that voted for any request so far, at most: a bound that a step need not seek."""
         self._step = 0
+        self._late: set[str] = set()
+        """Unfinished requests that pressure may cut; without one, admission is vLLM's."""
         self._due: dict[str, float] = {}
         """Blocks that the cuts which are decided and not made yet will free, by request id."""
         self._shrunk: dict[str, None] = {}
@@ -111,7 +113,9 @@ class Pressure:
         first = next(iter(waiting), None) if len(running) < self._max_running else None
         is_quiet = first is None and not manager.order.prefills
         looks = bool(self._shrunk) and self._step % _RESTORE_EVERY == 0
-        if not running or (is_quiet and not looks and num_free >= self._ample(len(running))):
+        if not running or not self._late:
+            return None
+        if is_quiet and not looks and num_free >= self._ample(len(running)):
             return None
         growth = self._growth(running, self._num_near(running))
         if growth.end + self._longest_blocks(first) > num_free:
@@ -124,9 +128,10 @@ class Pressure:
                 return None
         return self._restore(running, growth, num_free) if looks and is_quiet else None
 
-    def arrive(self, candidate: Candidate) -> None:
-        """Know a request that may be cut later."""
+    def arrive(self, request_id: str, candidate: Candidate) -> None:
+        """Know a request, which may be one that pressure cuts."""
         if candidate.stages:
+            self._late.add(request_id)
             self._most_votes = max(self._most_votes, candidate.num_votes)
 
     def made(self, request_id: str) -> None:
@@ -135,10 +140,15 @@ class Pressure:
             self._candidates[request_id].cut_in_step = self._step
             self._shrunk.setdefault(request_id)
 
-    def forget(self, request_id: str) -> None:
-        """Drop a request that ended or was preempted."""
+    def undo(self, request_id: str) -> None:
+        """Forget the cuts of a request that was preempted."""
         self._due.pop(request_id, None)
         self._shrunk.pop(request_id, None)
+
+    def end(self, request_id: str) -> None:
+        """Forget a request."""
+        self.undo(request_id)
+        self._late.discard(request_id)
 
     # -- what is needed -----------------------------------------------------------------
 

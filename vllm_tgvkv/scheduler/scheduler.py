@@ -148,7 +148,7 @@ class EvictionScheduler(Scheduler):
             self.records.skip(request, options.policy, "pool_too_small")
         else:
             self.candidates[request.request_id] = candidate
-            self.pressure.arrive(candidate)
+            self.pressure.arrive(request.request_id, candidate)
             self.manager.expect(request, candidate.cut, self._most_cached(request, candidate))
 
     # -- admission ----------------------------------------------------------------------
@@ -316,7 +316,7 @@ class EvictionScheduler(Scheduler):
         if candidate is not None:
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
-            self.pressure.forget(request.request_id)
+            self.pressure.undo(request.request_id)
             candidate.restart()
             self.manager.expect(request, candidate.cut)
             candidate.num_stale = candidate.num_pending
@@ -331,7 +331,7 @@ class EvictionScheduler(Scheduler):
                 self.records.ended(candidate)
             elif candidate.options.defer and not was_counted:
                 self.records.skip(request, candidate.options.policy, "answer_too_short")
-            self.pressure.forget(request.request_id)
+            self.pressure.end(request.request_id)
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
             self.manager.forget(request.request_id)

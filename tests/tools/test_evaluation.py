@@ -94,14 +94,15 @@ def test_requests_of_arms() -> None:
     (waiting,) = crossed(["snapkv"], [0.05], [4])
     steps = arm("snapkv", 0.1, schedule="8:0.3,24:0.1")
     stock = Arm(name="production", server={"block_size": 128})
-    budget = {"kv_eviction": "snapkv", "kv_eviction_budget": 0.05}
+    method = {"kv_eviction": "snapkv", "kv_eviction_when": "always"}
+    budget = {**method, "kv_eviction_budget": 0.05}
     cases = {
         "none": (FULL, {"kv_eviction": "none"}),
         "snapkv@0.05": (arm("snapkv", 0.05), {**budget, "kv_eviction_defer": 0}),
         "snapkv@0.05,defer=4": (waiting, {**budget, "kv_eviction_defer": 4}),
         "snapkv@0.1,schedule=8:0.3,24:0.1": (
             steps,
-            {"kv_eviction": "snapkv", "kv_eviction_schedule": "8:0.3,24:0.1"},
+            {**method, "kv_eviction_schedule": "8:0.3,24:0.1"},
         ),
         "production": (stock, {}),
     }

@@ -82,7 +82,7 @@ def test_traffic_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unreachable(command.Client):
         num_asked = 0
 
-        async def ask(self, plan: command.Plan, heard: list[Token]) -> bool:
+        async def ask(self, plan: command.Plan, heard: list[Token], report: dict[str, Any]) -> bool:
             self.num_asked += 1
             raise openai.OpenAIError("nobody is there")
 

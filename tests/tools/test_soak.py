@@ -12,6 +12,7 @@ import xml.etree.ElementTree
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -86,7 +87,7 @@ def test_traffic_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
             self.num_asked += 1
             raise openai.OpenAIError("nobody is there")
 
-    client = Unreachable("http://127.0.0.1", make_cases()[:2], evicting=True)
+    client = Unreachable("http://127.0.0.1", make_cases()[:2], command.EVICTING_ARM)
     traffic = command.Traffic(client, [[], []], lambda: client.num_asked < 3, rate=1000)
     asyncio.run(traffic.run(1800, tqdm(disable=True)))
     assert {visit.ended for visit in traffic.visits} == {FAILED}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers under pressure, compared with the oracle's: its changes are those of the reports."""
+"""Answers under pressure, compared with the oracle's: with the changes that the reports tell."""
 
 from __future__ import annotations
 

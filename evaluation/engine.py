@@ -215,9 +215,9 @@ class TextEngine(LanguageEngine):
         """Return the question's words, and the tokens of its prompt."""
         example = self._write(question)
         if example.system:  # as a chat, so that the plugin finds it
-            turns = ("system", "user", "assistant")
+            roles = ("system", "user", "assistant")
             contents = (example.system, example.message, example.start)
-            messages = [{"role": r, "content": c} for r, c in zip(turns, contents, strict=True)]
+            messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
             return example, {"messages": messages}
         text = self._turns([{"role": "user", "content": example.message}]) + example.start
         return example, {"prompt_token_ids": self._encode(text)}

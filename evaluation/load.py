@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What full and evicted caches answer, and how fast, while more and more requests are in flight.
+"""Answers of full and evicted caches, and their speed, while more and more requests are in flight.
 
 A server for each arm, with pools of the same size. Clients ask a fixed list of questions, each the
 next one as soon as its last is answered, so that equally many are always in flight: at a load of x,

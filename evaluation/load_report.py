@@ -39,7 +39,7 @@ READING = f"""\
   tokens. **Right** is an answer with the whole number or passage, or with all three numbers.
 - **Same** is the share of answers that are letter by letter what stock answers at the smallest
   load. In batches of other sizes rounding differs: stock's own rows say how much that changes.
-- **Tokens/s** are those of prompts and answers until the last question is asked: until then all
+- **Tokens/s** count prompts and answers until the last question is asked: until then all
   places are taken. **Tokens/CPU s** are all tokens over the processor time of the server's
   processes, which other programs of the machine disturb less. Each is followed by its quotient to
   stock at the same load.

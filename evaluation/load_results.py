@@ -87,7 +87,7 @@ class Summary:
 
 
 def summarise(point: Point, reference: Sequence[Reply]) -> Summary:
-    """Return what a point says, its answers compared with those of `reference`."""
+    """Return the figures of a point, its answers compared with `reference`."""
     replies, total = point.replies, len(point.replies)
     texts = {(reply.task, reply.number): reply.text for reply in reference}
     waits = [reply.first - reply.asked for reply in replies]

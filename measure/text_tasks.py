@@ -66,7 +66,7 @@ class TextTask:
     tokens: int
     """Most tokens of a prompt; the text is cut after the last sentence that fits."""
     keys: int = 1
-    """Numbers, passages or facts, of which one is asked for, or numbers that all are."""
+    """Numbers, passages or facts: one of them is asked for, or all of several numbers."""
     system: bool = False
     """Whether a system prompt stands before the text. It is what some kinds ask about."""
 
@@ -372,7 +372,7 @@ _PATTERNS: dict[Kind, str] = {
     "fact": r"\w[^\".,\n]*",
     "maker": r"\w+",
 }
-"""What the answer to a question is; otherwise the first number."""
+"""Patterns of answers by kind; for others the answer is the first number."""
 
 _WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {
     "number": _number,

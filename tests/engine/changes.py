@@ -30,7 +30,7 @@ def changes_of(output: Any, size: int, num_rows: int | None = None) -> tuple[Cha
     """Return the changes that a request's report tells of, for blocks of `size` tokens.
 
     Args:
-        num_rows: rows that vote; by default those of the request's wait, or of none.
+        num_rows: rows that vote; by default the rows of the request's wait, or none.
     """
     report = output.kv_transfer_params["kv_eviction"]
     if num_rows is None:

@@ -212,9 +212,9 @@ def test_evictions_after_waits_in_steps_and_after_preemptions(running: SteppedEn
 def test_under_pressure_and_whole_again(
     running: SteppedEngine, hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States stay those of the tokens as they were computed, whatever keys come back.
+    """States stay as the tokens were computed, whatever keys come back.
 
-    Answers are nearly those of the oracle with the same keys hidden at the same tokens.
+    The oracle, with the same keys hidden at the same tokens, answers nearly the same.
     """
     restore_soon(monkeypatch)
     oracle, size = Oracle(hybrid), running.scheduler.tokens_per_block

@@ -298,7 +298,7 @@ def test_a_restored_request_is_cut_again_from_the_whole(ahead: bool) -> None:
 
 @pytest.mark.usefixtures("restored_soon")
 def test_the_answer_of_a_restored_request_is_nobodys_prefix(ahead: bool) -> None:
-    """What came before its first cut is."""
+    """Blocks that were filled before its first cut still serve others."""
     double = Double(setup(3 * 50, ahead=ahead, chunk=64))
     first = job("a", 160, 100)
     start(double, first)

@@ -109,12 +109,12 @@ class Pressure:
         self._step += 1
         manager = self._manager
         manager.num_kept_free = 0
+        if not running or not self._late:
+            return None
         num_free = manager.block_pool.get_num_free_blocks()
         first = next(iter(waiting), None) if len(running) < self._max_running else None
         is_quiet = first is None and not manager.order.prefills
         looks = bool(self._shrunk) and self._step % _RESTORE_EVERY == 0
-        if not running or not self._late:
-            return None
         if is_quiet and not looks and num_free >= self._ample(len(running)):
             return None
         growth = self._growth(running, self._num_near(running))

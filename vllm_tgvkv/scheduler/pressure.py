@@ -51,6 +51,20 @@ class _Growth:
 
 
 @dataclass(frozen=True)
+class _Shrinkable:
+    """A request that decodes and may be cut further."""
+
+    request: Request
+    candidate: Candidate
+    at: int
+    """Tokens that are computed when a cut which is decided now is made."""
+    num_full: int
+    """Full blocks of its prompt."""
+    stages: Sequence[int]
+    """Blocks to which it may be cut, descending, fewer than hold its prompt now."""
+
+
+@dataclass(frozen=True)
 class _Option:
     """A cut that may be made; options are ordered, the one with the least loss first."""
 
@@ -166,11 +180,9 @@ class Pressure:
             return 0
         return cdiv(self._longest(first), self._manager.block_size) + self._manager.others.most
 
-    def _fresh_blocks(
-        self, shrinkable: Iterable[tuple[Request, Candidate]], first: Request | None
-    ) -> int:
+    def _fresh_blocks(self, shrinkable: Iterable[_Shrinkable], first: Request | None) -> int:
         """Return the fresh blocks of one cut: of a running request, or of the one that waits."""
-        least = min((candidate.stages[-1] for _, candidate in shrinkable), default=0)
+        least = min((each.stages[-1] for each in shrinkable), default=0)
         waits = self._candidates.get(first.request_id) if first is not None else None
         return max(least, waits.stages[-1]) if waits is not None and waits.stages else least
 
@@ -214,7 +226,7 @@ class Pressure:
 
     # -- cuts ---------------------------------------------------------------------------
 
-    def _shrinkable(self, running: Sequence[Request]) -> Iterator[tuple[Request, Candidate]]:
+    def _shrinkable(self, running: Sequence[Request]) -> Iterator[_Shrinkable]:
         """Yield the requests that decode and may be cut further."""
         for request in running:
             candidate = self._candidates.get(request.request_id)
@@ -222,15 +234,14 @@ class Pressure:
                 continue
             if request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1):
                 continue
-            compression = self._manager.compressions[request.request_id]
-            held = compression.num_retained or candidate.stages[0] + 1
             at = request.num_computed_tokens + candidate.num_votes
-            if candidate.stages[-1] < held and at + 1 < candidate.cuts.longest:
-                yield request, candidate
+            num_full = request.num_prompt_tokens // self._manager.block_size
+            held = self._manager.compressions[request.request_id].num_retained or num_full
+            stages = [num_retained for num_retained in candidate.stages if num_retained < held]
+            if stages and at + 1 < candidate.cuts.longest:
+                yield _Shrinkable(request, candidate, at, num_full, stages)
 
-    def _decide(
-        self, shrinkable: Sequence[tuple[Request, Candidate]], wanted: float, num_free: int
-    ) -> None:
+    def _decide(self, shrinkable: Iterable[_Shrinkable], wanted: float, num_free: int) -> None:
         """Decide cuts that free `wanted` blocks, with at most `num_free` fresh ones.
 
         All requests are cut to the first stage before one is cut to the second; among those of a
@@ -258,16 +269,13 @@ class Pressure:
             self._candidates[name].cut = fitting.cut
             self._due[name] = fitting.num_freed + fitting.cut.num_retained
 
-    def _options(self, shrinkable: Iterable[tuple[Request, Candidate]]) -> Iterator[_Option]:
-        manager = self._manager
-        for request, candidate in shrinkable:
-            name, num_full = request.request_id, request.num_prompt_tokens // manager.block_size
-            held = manager.compressions[name].num_retained or num_full
-            at = request.num_computed_tokens + candidate.num_votes
-            for num_retained in candidate.stages:
-                cut = Cut(at, num_retained, num_full)
-                if num_retained < held and (num_freed := manager.num_freed(name, cut)) > 0:
-                    share = num_retained / num_full
+    def _options(self, shrinkable: Iterable[_Shrinkable]) -> Iterator[_Option]:
+        for each in shrinkable:
+            request = each.request
+            for num_retained in each.stages:
+                cut = Cut(each.at, num_retained, each.num_full)
+                if (num_freed := self._manager.num_freed(request.request_id, cut)) > 0:
+                    share = num_retained / each.num_full
                     yield _Option(share, num_freed, request.arrival_time, request, cut)
 
     # -- restoring ----------------------------------------------------------------------

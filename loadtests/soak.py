@@ -43,6 +43,7 @@ from loadtests.verdict import (
     failures,
     undecided,
 )
+from measure.engines import MACHINE
 from measure.samples import Scraper, drain, scrape
 from measure.serving import Server, ServingError, log_errors, serving
 
@@ -78,12 +79,8 @@ POOL_BLOCKS = {
 }
 
 ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "passive",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    **MACHINE,
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
     # oneDNN keeps what it compiled for the last 1024 shapes of a matrix product, some 200 MiB, and
     # a batch's number of tokens is one. It takes hours to fill and would hide what really leaks.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",

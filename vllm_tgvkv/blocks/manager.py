@@ -265,19 +265,22 @@ class EvictingManager(FullAttentionManager):
         compression = self.compressions[request.request_id]
         compression.reserved, compression.may_be_restored = tuple(fresh), True
 
-    def num_freed(self, request_id: str, cut: Cut) -> float:
-        """Return the blocks that the pool gains by a cut.
+    def num_given_back(self, request_id: str, num_replaced: int) -> float:
+        """Return the blocks that the pool gains by a cut, fresh ones not deducted.
 
         Of blocks that n requests share, each frees a part of 1 / n: once all are cut, they are
         free. Only first blocks are shared.
+
+        Args:
+            num_replaced: full blocks of the prompt.
         """
-        compression = self.compressions[request_id]
+        compression, blocks = self.compressions[request_id], self.req_to_blocks[request_id]
         if compression.swapped:
-            return compression.num_retained - cut.num_retained
-        blocks = self.req_to_blocks[request_id][: cut.num_replaced]
-        num_shared = bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)
-        of_shared = num_shared / blocks[num_shared - 1].ref_cnt if num_shared else 0
-        return len(blocks) - num_shared + of_shared - cut.num_retained
+            return compression.num_retained
+        if blocks[0].ref_cnt <= 1:
+            return num_replaced
+        alone = bisect_left(blocks, True, hi=num_replaced, key=lambda block: block.ref_cnt <= 1)
+        return num_replaced - alone + alone / blocks[alone - 1].ref_cnt
 
     def num_to_restore(self, request_id: str) -> int | None:
         """Return the free blocks that it takes to give a request its whole prompt back, net.

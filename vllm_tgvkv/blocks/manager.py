@@ -202,10 +202,9 @@ class EvictingManager(FullAttentionManager):
     ) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         compression = self.compressions.get(request_id)
-        if compression and compression.cut:
-            num_fresh = compression.num_to_reserve(num_tokens)
-            if num_fresh:
-                compression.reserved = tuple(self.block_pool.get_new_blocks(num_fresh))
+        cut = compression.cut if compression else None
+        if compression and cut and (num_fresh := compression.num_to_reserve(num_tokens)):
+            compression.reserved = tuple(self.block_pool.get_new_blocks(num_fresh))
         if self._admission and self._admission[0] == request_id:
             self.order.admit(*self._admission)
             self._admission = None

@@ -189,8 +189,6 @@ class Pressure:
 
     def _num_near(self, running: Sequence[Request]) -> int:
         """Return the tokens of each request until a cut that is decided now has freed memory."""
-        if self._most_votes == PRESSURE_ROWS:
-            return PRESSURE_ROWS + self._num_ahead
         candidates = (self._candidates.get(request.request_id) for request in running)
         votes = (each.num_votes for each in candidates if each is not None and each.stages)
         return max(votes, default=PRESSURE_ROWS) + self._num_ahead

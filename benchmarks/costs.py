@@ -184,7 +184,7 @@ def scheduler(bench: Bench) -> Iterator[Line]:
         yield from _scheduler_lines(f"{batch} running, no request ends", seconds)
         yield _step_line(f"{batch} running, none is cut", found)
         bench.say(f"i. scheduling of {batch} requests in a small pool")
-        given |= {"requests": batch, "max_tokens": 32, "pool_tokens": batch * tokens // 8}
+        given |= {"requests": batch, "max_tokens": 32, "pool_tokens": max(batch // 8, 2) * tokens}
         found = bench.turns(running, 1 + rounds // 20, "burst", **given)
         seconds = {n: [each["scheduling_of_one"] for each in x] for n, x in found.items()}
         yield from _scheduler_lines(f"{batch} begin and end in a full pool", seconds)

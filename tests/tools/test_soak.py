@@ -19,6 +19,7 @@ import numpy as np
 import openai
 import pytest
 from tqdm import tqdm
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from loadtests import soak as command
 from loadtests.mix import MIXES, make_cases, make_pressed_cases
@@ -39,9 +40,13 @@ from loadtests.verdict import (
     slope,
     undecided,
 )
+from tests.tools.test_configs import engine_args, serve_parser
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.policies import POLICY_NAMES
 
 pytestmark = pytest.mark.apparatus
+
+__all__ = ["serve_parser"]  # a fixture
 
 SECONDS = 1800.0
 
@@ -120,6 +125,15 @@ def test_under_pressure_each_third_of_the_time_has_the_same_rates() -> None:
     assert rates[:100] == rates[100:200] == rates[200:]
     assert {min(rates), max(rates)} == {0.4, 6.0}
     assert all(case.max_tokens == 160 and case.is_long for case in make_pressed_cases())
+
+
+@pytest.mark.parametrize("flags", [command.EVICTING, command.PRESSED])
+def test_flags_of_its_servers_are_understood(
+    serve_parser: FlexibleArgumentParser, flags: list[str]
+) -> None:
+    made = engine_args(serve_parser, "model", *command.SERVE, *flags)
+    config = EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY])
+    assert (config.when == "pressure") == config.debug.check_integrity == (flags[1] == "reach")
 
 
 # -- answers --------------------------------------------------------------------------------

@@ -256,6 +256,7 @@ class Pressure:
             num_free -= fitting.cut.num_retained
             self._manager.plan_cut(fitting.request, fitting.cut)
             self._candidates[name].cut = fitting.cut
+            self._query_rows.give_back([name])  # of a choice that will not be made
             self._due[name] = fitting.num_freed + fitting.cut.num_retained
 
     def _options(self, shrinkable: Iterable[tuple[Request, Candidate]]) -> Iterator[_Option]:

@@ -19,8 +19,8 @@ from vllm_tgvkv.scheduler.candidate import Candidate
 from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.metrics import LAYERS, STATES, MetricsBuffer
-from vllm_tgvkv.shared.plan import Outcome
-from vllm_tgvkv.shared.report import Cause, CutReport, EvictionReport, MemoryReport
+from vllm_tgvkv.shared.plan import ChoiceOutcome, Outcome
+from vllm_tgvkv.shared.report import Cause, CutReport, EvictionReport, MemoryReport, RecallReport
 
 logger = init_logger("vllm.tgvkv")
 
@@ -118,6 +118,17 @@ class Records:
         """Record that a request has its whole prompt back."""
         self.counters.restored(candidate.options.policy)
         self._came_back(request, "restored")
+
+    def recalled(self, candidate: Candidate, outcome: ChoiceOutcome) -> None:
+        """Record the tokens that a choice brings back."""
+        assert outcome.num_recalled is not None
+        self.counters.recalled(candidate.options.policy, outcome.num_recalled)
+        if report := self.reports.get(outcome.request_id):
+            report.recalls.append(RecallReport(outcome.num_answer, round(outcome.num_recalled, 2)))
+
+    def recall_lost(self, candidate: Candidate, reason: str) -> None:
+        """Record that what a request lacks does not come back any more."""
+        self.counters.recall_lost(candidate.options.policy, reason)
 
     def preempted(self, request: Request) -> None:
         """Record that a preemption undoes the cuts of a request that only pressure cuts.

@@ -87,6 +87,32 @@ METRICS = {
             ("policy",),
         ),
         Metric(
+            "choices",
+            "counter",
+            "Times that the tokens of a request were chosen again out of its whole prompt.",
+            ("policy",),
+        ),
+        Metric(
+            "recalled_tokens",
+            "histogram",
+            "Evicted tokens that a choice brought back, mean over layers and heads.",
+            ("policy",),
+            buckets=(0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+            unit=1e-2,
+        ),
+        Metric(
+            "recalls_lost",
+            "counter",
+            "Requests whose evicted tokens can not come back any more: the tier was full or "
+            "failed.",
+            ("policy", "reason"),
+        ),
+        Metric(
+            "tier_blocks_held",
+            "gauge",
+            "Blocks of the tier that hold evicted prompts.",
+        ),
+        Metric(
             "deferred_requests",
             "counter",
             "Requests whose eviction had to wait because blocks to copy into were not free.",

@@ -50,6 +50,16 @@ class MemoryReport:
 
 
 @dataclass
+class RecallReport:
+    """One choice of a request's tokens out of its whole prompt."""
+
+    answer_tokens: int
+    """Tokens of the answer that were computed by then."""
+    recalled_tokens: float
+    """Tokens that came back, and as many that went, mean over layers and heads."""
+
+
+@dataclass
 class EvictionReport:
     """Report on a request's cache in its response, if the request asked for one."""
 
@@ -86,6 +96,8 @@ class EvictionReport:
     """Of all layers; None if nothing was evicted."""
     cuts: list[CutReport] = field(default_factory=list)
     """All changes of the request's cache, in order."""
+    recalls: list[RecallReport] = field(default_factory=list)
+    """All choices, in order; those that a preemption undid as well."""
 
     def add_cut(self, cut: CutReport) -> None:
         """Add a cut; if it is at a known token, a preemption undid those from this token on."""

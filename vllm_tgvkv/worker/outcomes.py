@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_tgvkv.shared.plan import Eviction, Failure, Outcome
+from vllm_tgvkv.shared.plan import ChoiceOutcome, Eviction, Failure, Outcome
 from vllm_tgvkv.shared.trace import Trace, Traces
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 from vllm_tgvkv.worker.due import DueEviction
@@ -74,7 +74,9 @@ class Outcomes:
         block_size: int,
         traces: Traces,
         stages: Stages,
+        choices: Sequence[ChoiceOutcome] = (),
     ) -> None:
+        self._choices = choices
         self._pending = [part for part in ended if isinstance(part, PendingOutcome)]
         self._failures = [part for part in ended if isinstance(part, Failure)]
         self._block_size = block_size
@@ -100,15 +102,15 @@ class Outcomes:
         ]
         return [*outcomes, *self._failures]
 
-    def read(self) -> list[Outcome | Failure]:
+    def read(self) -> list[Outcome | ChoiceOutcome | Failure]:
         """Wait for the copy and for all stages, store traces, and return what is to be counted.
 
         Returns:
             Outcomes in all layers: failures, first evictions, and all evictions of requests that
-            asked for a report.
+            asked for a report. And outcomes of choices.
         """
         evictions = {pending.eviction.request_id: pending.eviction for pending in self._pending}
-        found: list[Outcome | Failure] = []
+        found: list[Outcome | ChoiceOutcome | Failure] = [*self._choices]
         for part in self._stages.join(self.of_stage()):
             if isinstance(part, Failure):
                 found.append(part)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall in the worker: choose a row's tokens again out of its whole prompt, and exchange them.
+
+    at the cut         the prompt's keys and values -> the tier; a sketch of its keys -> the pool
+    every few tokens   the newest rows' attention to the sketch, and to the answer's keys
+                       -> the policy's scores -> the tokens that each (layer, head) shall have
+    the next step      the tokens that come are read from the tier
+    the one after it   they take the slots of the tokens that go
+
+So a choice is in force from the second step after it. The pages of every (layer, head), and so the
+page tables, stay as the cut left them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from vllm_tgvkv.kernels.exchange import exchange
+from vllm_tgvkv.kernels.row_chunks import observe_keys
+from vllm_tgvkv.policies import LayerView, Policy, Prompt
+from vllm_tgvkv.recall.sketches import SketchPages
+from vllm_tgvkv.recall.tier import Tier, TierError
+from vllm_tgvkv.shared.plan import Choice, ChoiceOutcome
+from vllm_tgvkv.shared.prompt import PromptMap
+from vllm_tgvkv.worker.context import ObserverContext
+from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
+from vllm_tgvkv.worker.due import DueEviction
+
+logger = init_logger("vllm.tgvkv")
+
+_STEPS_UNTIL_IN_FORCE = 2
+
+
+@dataclass
+class _Exchange:
+    """Tokens that are on their way from the tier."""
+
+    step: int
+    """When they take their slots."""
+    tokens: Callable[[], Tensor]
+    slots: Tensor
+    """Slots of the pool, int64 [n]."""
+    positions: Tensor
+    """Of the tokens in the region's slots afterwards, int32 [pages, N]."""
+
+
+@dataclass
+class _Row:
+    """A compressed row whose tokens may be exchanged."""
+
+    policy: Policy
+    prompt: PromptMap
+    sinks: int
+    num_candidates: int
+    """C."""
+    tier_blocks: Tensor
+    """int64 [t]."""
+    sketch_blocks: Tensor
+    """int64 [s]."""
+    blocks: Tensor
+    """Blocks of the region that hold tokens, int64 [k]."""
+    offsets: Tensor
+    """int32 [M + 1]."""
+    positions: Tensor
+    """Of the tokens in the region's slots, exchanges that are on their way included, int32
+    [pages, N]."""
+    exchanges: deque[_Exchange] = field(default_factory=deque)
+
+
+@dataclass(frozen=True)
+class ChoiceResult:
+    """A choice as this rank made it."""
+
+    choice: Choice
+    num_recalled: int
+    """Tokens that come in, summed over layers and heads."""
+    scored: ScoredPrompt
+    decision: Decision
+    num_answer: int
+
+    def outcome(self, num_pairs: int) -> ChoiceOutcome:
+        recalled = self.num_recalled / num_pairs
+        return ChoiceOutcome(self.choice.request_id, self.num_answer, recalled)
+
+
+class Recaller:
+    """Keeps the rows whose evicted tokens can come back."""
+
+    def __init__(
+        self, context: ObserverContext, tier: Tier, bits: int, scales: Sequence[float]
+    ) -> None:
+        """Make it; `scales` has the factor of products of queries and keys by layer."""
+        self._context = context
+        self._tier = tier
+        self._sketches = SketchPages(context.pool, bits)
+        self._scales = scales
+        self._rows: dict[str, _Row] = {}
+        self._step = 0
+        self.failed: list[str] = []
+        """Requests that lost their recall in this step, because the tier failed."""
+
+    def begin_step(self, ended: Sequence[str]) -> None:
+        """Drop the rows of some requests, and let tokens that have come take their slots."""
+        self._step += 1
+        self.failed = []
+        for request_id in ended:
+            self._rows.pop(request_id, None)
+        for request_id, row in tuple(self._rows.items()):
+            while row.exchanges and row.exchanges[0].step <= self._step:
+                try:
+                    self._apply(row, row.exchanges.popleft())
+                except TierError as error:
+                    logger.error("KV eviction: %s has no recall any more: %s", request_id, error)
+                    del self._rows[request_id]
+                    self.failed.append(request_id)
+                    break
+
+    def cut(self, due: DueEviction, positions: Tensor, offsets: Tensor) -> None:
+        """Keep what a cut evicts, once the kept tokens are copied; what it holds comes with it.
+
+        `positions` and `offsets` describe the new region.
+        """
+        eviction = due.eviction
+        num_sketch = eviction.num_sketch
+        if not num_sketch:
+            return
+        blocks = due.new_blocks.long()
+        sketch_blocks, token_blocks = blocks[-num_sketch:], blocks[: due.num_token_blocks]
+        row = self._rows.get(eviction.request_id)
+        if row is not None:
+            self._sketches.copy(row.sketch_blocks, sketch_blocks)
+            row.sketch_blocks, row.blocks = sketch_blocks, token_blocks
+            row.offsets, row.positions = offsets, positions
+            row.exchanges.clear()
+        elif eviction.tier_blocks is not None:
+            tier_blocks = self._context.to_device(eviction.tier_blocks).long()
+            num_candidates = due.prompt.num_candidates
+            self._sketches.write(due.keys.tables.long(), num_candidates, sketch_blocks)
+            self._tier.write(due.keys.blocks[: eviction.num_replaced].long(), tier_blocks)
+            self._rows[eviction.request_id] = _Row(
+                due.policy,
+                eviction.prompt,
+                due.prompt.sinks,
+                num_candidates,
+                tier_blocks,
+                sketch_blocks,
+                token_blocks,
+                offsets,
+                positions,
+            )
+
+    def choose(self, choice: Choice) -> ChoiceResult | None:
+        """Choose a row's tokens again, after the step's layers; None if it has no recall."""
+        row = self._rows.get(choice.request_id)
+        if row is None:
+            return None
+        scored = self._score(row, choice)
+        shape = self._context.shape
+        counts = row.offsets.diff().long().view(shape.num_layers, shape.num_heads)
+        decision = scored.fill(counts, len(row.blocks))
+        positions = exchange(row.positions, decision.positions, row.offsets, row.num_candidates)
+        # How many tokens move is known from the data only: this is for CPUs.
+        moved = (positions != row.positions).flatten().nonzero().squeeze(1)
+        page = moved // shape.block_size
+        pair = torch.searchsorted(row.offsets, page, right=True) - 1
+        slots = self._tier.slots(row.tier_blocks, pair, positions.flatten()[moved].long())
+        where = self._pages(row)[page] * shape.block_size + moved % shape.block_size
+        step = self._step + _STEPS_UNTIL_IN_FORCE
+        row.exchanges.append(_Exchange(step, self._tier.fetch(slots), where, positions))
+        row.positions = positions
+        num_answer = choice.num_tokens - row.prompt.num_tokens
+        return ChoiceResult(choice, len(moved), scored, decision, num_answer)
+
+    def _apply(self, row: _Row, exchange: _Exchange) -> None:
+        self._tier.put(exchange.tokens(), exchange.slots)
+        self._context.regions.store_positions(row.blocks, exchange.positions)
+
+    def _score(self, row: _Row, choice: Choice) -> ScoredPrompt:
+        """Score all of a prompt by its sketch, layer by layer."""
+        context, shape = self._context, self._context.shape
+        num_tokens, num_candidates = choice.num_tokens, row.num_candidates
+        num_answer = num_tokens - row.prompt.num_tokens
+        prompt = Prompt(
+            num_tokens=num_tokens,
+            num_candidates=num_candidates,
+            is_vision=context.to_device(row.prompt.followed_by(num_answer).is_vision()),
+            sinks=row.sinks,
+            images=row.prompt.vision,
+        )
+        stored, positions = context.to_device(choice.stored), context.to_device(choice.rows)
+        tail = context.to_device(choice.tail_blocks).long()
+        heads = torch.arange(shape.num_heads, device=tail.device)[:, None]
+        keys = context.scratch.take(
+            "recalled keys", (shape.num_heads, num_tokens, shape.head_size), tail.device
+        )
+        scores = []
+        for layer, scale in enumerate(self._scales):
+            self._sketches.read(row.sketch_blocks, layer, keys[:, :num_candidates])
+            pages = tail * shape.num_pairs + layer * shape.num_heads + heads
+            newest = context.pool.keys[pages].flatten(1, 2)  # [H, T * N, D]
+            keys[:, num_candidates:] = newest[:, : num_tokens - num_candidates]
+            queries = context.queries.load(slice(layer, layer + 1), stored)
+            attention = observe_keys(
+                queries.unflatten(2, (shape.num_heads, shape.group_size)),
+                keys,
+                positions,
+                scale,
+                row.policy.statistics(row.policy.score.rows),
+                context.workspace_bytes,
+                context.scratch,
+            )
+            view = LayerView(
+                context.stages.first_layer + layer,
+                shape.num_heads,
+                prompt,
+                attention,
+                context.ranks.part * shape.num_heads,
+            )
+            pooled = row.policy.pooled(row.policy.scores(view), prompt)
+            scores.append(pooled[:, :num_candidates].contiguous())
+        stacked = torch.stack(scores)
+        return ScoredPrompt(
+            row.policy,
+            prompt,
+            stacked,
+            stacked.new_empty(*stacked.shape[:2], 0),
+            num_heads=shape.num_heads,
+            block_size=shape.block_size,
+            floor_pages=0,
+        )
+
+    def _pages(self, row: _Row) -> Tensor:
+        """Return the pool's pages of a region's pages, int64 [pages]."""
+        num_pairs = self._context.shape.num_pairs
+        pairs = torch.arange(num_pairs, device=row.blocks.device)
+        return (row.blocks[:, None] * num_pairs + pairs).flatten()

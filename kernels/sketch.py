@@ -54,7 +54,12 @@ def sketch_keys(keys: Tensor, bits: int) -> Tensor:
         raise ValueError(f"keys of {head_size} channels have no sketch of {bits} bits a number")
     groups = _groups(keys.float())  # [M, g, GROUP, D]
     if bits == 1:
-        step = groups.abs().mean(dim=2).mul_(2)
+        missing = -num_tokens % GROUP
+        sums = groups.abs().sum(dim=2)
+        if missing:  # the last group has its last token so many times too often
+            sums[:, -1] -= missing * groups[:, -1, -1].abs()
+            sums[:, -1] *= GROUP / (GROUP - missing)
+        step = sums * (2 / GROUP)
         low = step / -2
     else:
         low, high = groups.aminmax(dim=2)

@@ -241,7 +241,9 @@ class Candidate:
     def advance(self) -> None:
         """Go on to the cut after the next one, which is made now."""
         assert self.cut is not None
-        self.choice = self.cut.at + self.every if self.every else None
+        self.choice = self.cut.at if self.every else None
+        if self.choice is not None:
+            self.choose_later()
         self.was_evicted = True
         self.num_cuts += 1
         self.num_cut = self.cut.at

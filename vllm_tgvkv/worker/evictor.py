@@ -30,7 +30,7 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, StepPlan
-from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Traces
+from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Trace, Traces
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision
@@ -206,19 +206,20 @@ class Evictor:
             self.stages.tell(outcomes.of_stage())
         return None
 
-    def _choose(self) -> list[ChoiceOutcome]:
+    def _choose(self) -> list[tuple[ChoiceOutcome, Trace | None]]:
         """Choose the tokens of rows again whose evicted tokens may come back."""
-        recaller, found = self._recaller, []
+        recaller = self._recaller
         if recaller is None:
             return []
+        found: list[tuple[ChoiceOutcome, Trace | None]] = []
         for choice in self.plan.choices:
             chosen = recaller.choose(choice)
             if chosen is None:
                 continue
-            found.append(chosen.outcome(self.shape.num_pairs))
+            found.append((chosen.outcome, chosen.trace))
             if self.config.debug.record_kept:
                 self.kept.append((choice.request_id, chosen.decision))
-        lost = (ChoiceOutcome(request_id, 0, None) for request_id in recaller.failed)
+        lost = ((ChoiceOutcome(request_id, 0, None), None) for request_id in recaller.failed)
         return [*found, *lost]
 
     # -- after the last layer -----------------------------------------------------------
@@ -269,7 +270,9 @@ class Evictor:
             decision.count_vision(due.prompt.is_vision) if due.eviction.has_outcome else None,
             self.shape.num_pairs * self.ranks.size,
             seen.stopwatch,
-            start_trace(due, scored, decision) if self.ranks.rank == 0 else None,
+            start_trace(due.eviction, scored, decision, due.num_token_blocks)
+            if self.ranks.rank == 0
+            else None,
             decision if self.config.debug.record_kept else None,
         )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ from vllm_tgvkv.kernels.row_chunks import observe_keys
 from vllm_tgvkv.policies import LayerView, Policy, Prompt
 from vllm_tgvkv.recall.sketches import SketchPages
 from vllm_tgvkv.recall.tier import Tier, TierError
-from vllm_tgvkv.shared.plan import Choice, ChoiceOutcome
-from vllm_tgvkv.shared.prompt import PromptMap
+from vllm_tgvkv.shared.plan import Choice, ChoiceOutcome, Eviction
+from vllm_tgvkv.shared.trace import Trace
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 from vllm_tgvkv.worker.due import DueEviction
+from vllm_tgvkv.worker.outcomes import start_trace
 
 logger = init_logger("vllm.tgvkv")
 
@@ -38,24 +39,12 @@ _STEPS_UNTIL_IN_FORCE = 2
 
 
 @dataclass
-class _Exchange:
-    """Tokens that are on their way from the tier."""
-
-    step: int
-    """When they take their slots."""
-    tokens: Callable[[], Tensor]
-    slots: Tensor
-    """Slots of the pool, int64 [n]."""
-    positions: Tensor
-    """Of the tokens in the region's slots afterwards, int32 [pages, N]."""
-
-
-@dataclass
 class _Row:
     """A compressed row whose tokens may be exchanged."""
 
+    eviction: Eviction
+    """The first cut."""
     policy: Policy
-    prompt: PromptMap
     sinks: int
     num_candidates: int
     """C."""
@@ -70,23 +59,31 @@ class _Row:
     positions: Tensor
     """Of the tokens in the region's slots, exchanges that are on their way included, int32
     [pages, N]."""
-    exchanges: deque[_Exchange] = field(default_factory=deque)
 
 
 @dataclass(frozen=True)
-class ChoiceResult:
+class _Exchange:
+    """Tokens that are on their way from the tier."""
+
+    request_id: str
+    row: _Row
+    step: int
+    """When they take their slots."""
+    tokens: Callable[[], Tensor]
+    """Waits for them."""
+    slots: Tensor
+    """Slots of the pool, int64 [n]."""
+    positions: Tensor
+    """Of the tokens in the region's slots afterwards, int32 [pages, N]."""
+
+
+@dataclass(frozen=True)
+class Chosen:
     """A choice as this rank made it."""
 
-    choice: Choice
-    num_recalled: int
-    """Tokens that come in, summed over layers and heads."""
-    scored: ScoredPrompt
+    outcome: ChoiceOutcome
     decision: Decision
-    num_answer: int
-
-    def outcome(self, num_pairs: int) -> ChoiceOutcome:
-        recalled = self.num_recalled / num_pairs
-        return ChoiceOutcome(self.choice.request_id, self.num_answer, recalled)
+    trace: Trace | None
 
 
 class Recaller:
@@ -101,6 +98,7 @@ class Recaller:
         self._sketches = SketchPages(context.pool, bits)
         self._scales = scales
         self._rows: dict[str, _Row] = {}
+        self._exchanges: deque[_Exchange] = deque()
         self._step = 0
         self.failed: list[str] = []
         """Requests that lost their recall in this step, because the tier failed."""
@@ -111,15 +109,19 @@ class Recaller:
         self.failed = []
         for request_id in ended:
             self._rows.pop(request_id, None)
-        for request_id, row in tuple(self._rows.items()):
-            while row.exchanges and row.exchanges[0].step <= self._step:
-                try:
-                    self._apply(row, row.exchanges.popleft())
-                except TierError as error:
-                    logger.error("KV eviction: %s has no recall any more: %s", request_id, error)
-                    del self._rows[request_id]
-                    self.failed.append(request_id)
-                    break
+        while self._exchanges and self._exchanges[0].step <= self._step:
+            due = self._exchanges.popleft()
+            request_id, row = due.request_id, due.row
+            if self._rows.get(request_id) is not row:
+                continue  # it was cut meanwhile, or has no region any more
+            try:
+                self._tier.put(due.tokens(), due.slots)
+            except TierError as error:
+                logger.error("KV eviction: %s has no recall any more: %s", request_id, error)
+                del self._rows[request_id]
+                self.failed.append(request_id)
+                continue
+            self._context.regions.store_positions(row.blocks, due.positions)
 
     def cut(self, due: DueEviction, positions: Tensor, offsets: Tensor) -> None:
         """Keep what a cut evicts, once the kept tokens are copied; what it holds comes with it.
@@ -135,17 +137,21 @@ class Recaller:
         row = self._rows.get(eviction.request_id)
         if row is not None:
             self._sketches.copy(row.sketch_blocks, sketch_blocks)
-            row.sketch_blocks, row.blocks = sketch_blocks, token_blocks
-            row.offsets, row.positions = offsets, positions
-            row.exchanges.clear()
+            self._rows[eviction.request_id] = replace(
+                row,
+                sketch_blocks=sketch_blocks,
+                blocks=token_blocks,
+                offsets=offsets,
+                positions=positions,
+            )
         elif eviction.tier_blocks is not None:
             tier_blocks = self._context.to_device(eviction.tier_blocks).long()
             num_candidates = due.prompt.num_candidates
             self._sketches.write(due.keys.tables.long(), num_candidates, sketch_blocks)
             self._tier.write(due.keys.blocks[: eviction.num_replaced].long(), tier_blocks)
             self._rows[eviction.request_id] = _Row(
+                eviction,
                 due.policy,
-                eviction.prompt,
                 due.prompt.sinks,
                 num_candidates,
                 tier_blocks,
@@ -155,7 +161,7 @@ class Recaller:
                 positions,
             )
 
-    def choose(self, choice: Choice) -> ChoiceResult | None:
+    def choose(self, choice: Choice) -> Chosen | None:
         """Choose a row's tokens again, after the step's layers; None if it has no recall."""
         row = self._rows.get(choice.request_id)
         if row is None:
@@ -171,27 +177,29 @@ class Recaller:
         pair = torch.searchsorted(row.offsets, page, right=True) - 1
         slots = self._tier.slots(row.tier_blocks, pair, positions.flatten()[moved].long())
         where = self._pages(row)[page] * shape.block_size + moved % shape.block_size
-        step = self._step + _STEPS_UNTIL_IN_FORCE
-        row.exchanges.append(_Exchange(step, self._tier.fetch(slots), where, positions))
+        step, tokens = self._step + _STEPS_UNTIL_IN_FORCE, self._tier.fetch(slots)
+        name = choice.request_id
+        self._exchanges.append(_Exchange(name, row, step, tokens, where, positions))
         row.positions = positions
-        num_answer = choice.num_tokens - row.prompt.num_tokens
-        return ChoiceResult(choice, len(moved), scored, decision, num_answer)
-
-    def _apply(self, row: _Row, exchange: _Exchange) -> None:
-        self._tier.put(exchange.tokens(), exchange.slots)
-        self._context.regions.store_positions(row.blocks, exchange.positions)
+        num_answer = choice.num_tokens - row.eviction.prompt.num_tokens
+        outcome = ChoiceOutcome(choice.request_id, num_answer, len(moved) / shape.num_pairs)
+        trace = None
+        if self._context.ranks.size == 1:  # others know their own heads only
+            num_blocks = len(row.blocks)
+            trace = start_trace(row.eviction, scored, decision, num_blocks, num_answer)
+        return Chosen(outcome, decision, trace)
 
     def _score(self, row: _Row, choice: Choice) -> ScoredPrompt:
         """Score all of a prompt by its sketch, layer by layer."""
         context, shape = self._context, self._context.shape
         num_tokens, num_candidates = choice.num_tokens, row.num_candidates
-        num_answer = num_tokens - row.prompt.num_tokens
+        num_answer = num_tokens - row.eviction.prompt.num_tokens
         prompt = Prompt(
             num_tokens=num_tokens,
             num_candidates=num_candidates,
-            is_vision=context.to_device(row.prompt.followed_by(num_answer).is_vision()),
+            is_vision=context.to_device(row.eviction.prompt.followed_by(num_answer).is_vision()),
             sinks=row.sinks,
-            images=row.prompt.vision,
+            images=row.eviction.prompt.vision,
         )
         stored, positions = context.to_device(choice.stored), context.to_device(choice.rows)
         tail = context.to_device(choice.tail_blocks).long()

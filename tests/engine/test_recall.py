@@ -43,7 +43,7 @@ def test_choices(running: SteppedEngine, oracle: Oracle) -> None:
     asks = [ask(0), ask(1, "snapkv"), ask(2, kv_eviction_budget=0.4), ask(3, kv_eviction_recall=0)]
     outputs = running.run(asks)
     for asked, output in zip(asks, outputs, strict=True):
-        recall = Recall(EVERY, BITS, PRESSURE_ROWS) if asked is not asks[3] else None
+        recall = Recall(EVERY, BITS, min(EVERY, PRESSURE_ROWS)) if asked is not asks[3] else None
         wanted = Eviction(
             asked.xargs.get("kv_eviction_budget", 0.2),
             SIZE,

@@ -178,6 +178,8 @@ def test_who_recalled_longest_ago_loses_the_tier() -> None:
         blocks, losing = recalls.begin(name, number)
         assert blocks is not None
         assert (len(blocks), losing) == (number, [])
+    assert recalls.begin("d", 1) == (None, ["d"])  # the others are written in this step
+    assert recalls.drain() == []
     recalls.recalled("a")
     blocks, losing = recalls.begin("d", 5)
     assert blocks is not None

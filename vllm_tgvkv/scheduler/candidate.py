@@ -83,7 +83,7 @@ class Candidate:
         """
         if self.chooses_next:
             assert self.choice is not None
-            rows = np.arange(max(self.choice - self.num_choice_rows, self.num_cut), self.choice)
+            rows = np.arange(self.choice - self.num_choice_rows, self.choice)
             return Voters(dict.fromkeys(self.kinds, rows), rows, every_row=False)
         # The scheduler asks for every request in every step; comparing fields takes longer.
         if self.cut is None or self.cut is self.cuts.first:
@@ -108,8 +108,8 @@ class Candidate:
 
     @property
     def num_choice_rows(self) -> int:
-        """Newest rows that vote at a choice."""
-        return self.options.defer or PRESSURE_ROWS
+        """Newest rows that vote at a choice, none of which voted at the choice before."""
+        return min(self.options.defer or PRESSURE_ROWS, self.every)
 
     def most_cached(self, num_known: int, num_drafts: int) -> int:
         """Return the most tokens that the request may take from the prefix cache.

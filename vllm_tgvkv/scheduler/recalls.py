@@ -18,6 +18,8 @@ class Recalls:
         self._num_blocks = num_blocks
         self._held: dict[str, np.ndarray] = {}
         """By request id; the one that recalled longest ago comes first."""
+        self._new: set[str] = set()
+        """Requests whose blocks are written in this step, so that nobody can have them."""
         self._ended: list[str] = []
 
     @property
@@ -31,14 +33,16 @@ class Recalls:
         """Give a request blocks of the tier, if need be those of others.
 
         Returns:
-            The blocks, int32, None if the whole tier has fewer; and the requests that lost theirs.
+            The blocks, int32, or None if it can have none; and the requests that lost theirs.
         """
-        if num_blocks > self._num_blocks:
+        num_new = sum(len(self._held[name]) for name in self._new)
+        if num_blocks > self._num_blocks - num_new:
             return None, [request_id]
         losing = []
         while num_blocks > len(self._free):
-            losing.append(next(iter(self._held)))
+            losing.append(next(name for name in self._held if name not in self._new))
             self.end(losing[-1])
+        self._new.add(request_id)
         blocks = np.array([self._free.pop() for _ in range(num_blocks)], np.int32)
         self._held[request_id] = blocks
         return blocks, losing
@@ -53,9 +57,11 @@ class Recalls:
         if (blocks := self._held.pop(request_id, None)) is not None:
             self._free.extend(blocks[::-1].tolist())
             self._ended.append(request_id)
+            self._new.discard(request_id)
 
     def drain(self) -> list[str]:
-        """Return the requests that lost their blocks since the last call."""
+        """Return the requests that lost their blocks since the last call; end the step."""
+        self._new.clear()
         ended, self._ended = self._ended, []
         return ended
 

@@ -216,12 +216,12 @@ class EvictionScheduler(Scheduler):
         self.query_rows.end_step(scheduled)
         released, freed = self.manager.drain()
         plan = StepPlan(released, restored, self._forgotten, poisoned=freed)
-        plan.unrecallable = self.recalls.drain()
         self._forgotten = []
         for request_id, num_scheduled in scheduled.items():
             candidate = self.candidates.get(request_id)
             if candidate is not None and candidate.next_at is not None:
                 self._plan_chunk(plan, self.requests[request_id], candidate, num_scheduled)
+        plan.unrecallable = self.recalls.drain()  # also of those that lost them in this step
         if not self.use_v2_model_runner:  # which is sent whole requests when they are resumed
             for request_id in output.scheduled_encoder_inputs:
                 request = self.requests[request_id]

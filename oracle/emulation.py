@@ -336,6 +336,8 @@ class Chooser:
     cutter: Cutter
     last: int
     """Answer tokens of the last choice that would serve a token."""
+    given: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """By answer tokens: what comes into force in place of the own choice, bool [L, H, any n]."""
     choices: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """Answer tokens and what was chosen, bool [L, H, n]."""
 
@@ -345,14 +347,28 @@ class Chooser:
         if recall is None or not cuts:
             return None
         since = cuts[-1].after
+        if any(since <= after < moment.answer for after in self.eviction.whole_after):
+            return None
         age = moment.answer - since
-        if age > 0 and age % recall.every == 0 and moment.answer <= self.last:
+        is_due = age > 0 and age % recall.every == 0 and moment.answer <= self.last
+        if is_due and not self._is_cut_soon(moment.answer):
             self.choices.append((moment.answer, self._choose(moment, recall, cuts[-1])))
-        for after, kept in self.choices:
+        for after, own in self.choices:
             if after > since and moment.answer == after + recall.delay:
+                kept = own.clone()
+                if (other := self.given.get(after)) is not None:
+                    size = self.eviction.block_size
+                    full = self.cutter.layout.length // size * size
+                    kept[..., :full] = other[..., :full]
                 missing = moment.length - kept.shape[-1]
                 return torch.nn.functional.pad(kept, (0, missing), value=True)
         return None
+
+    def _is_cut_soon(self, answer: int) -> bool:
+        """Return whether rows that vote at a cut are computed after this token of the answer."""
+        changes = self.eviction.changes or ()
+        cuts = (each for each in changes if each.blocks is not None)
+        return any(each.after - each.rows < answer <= each.after for each in cuts)
 
     def _choose(self, moment: Moment, recall: Recall, cut: Cut) -> torch.Tensor:
         eviction, layout = self.eviction, self.cutter.layout
@@ -534,6 +550,7 @@ class Oracle:
         eviction: Eviction,
         stages: Sequence[int] | None = None,
         tokens: Sequence[int] | None = None,
+        chosen: Mapping[int, torch.Tensor] | None = None,
     ) -> Answer:
         """Return the answer to `prompt`, with the cuts of `eviction`.
 
@@ -543,12 +560,13 @@ class Oracle:
         Args:
             stages: number of layers of each pipeline stage.
             tokens: answer to follow in place of the greedy one.
+            chosen: sets that choices after so many tokens bring into force, in place of its own.
         """
         cutter = Cutter(eviction, prompt.layout, self.kv_heads, stages)
         full = len(prompt.token_ids) // eviction.block_size * eviction.block_size
         merging = full if eviction.merges else 0
         whole_after = eviction.whole_after
-        chooser = Chooser(eviction, cutter, max_tokens - 2)
+        chooser = Chooser(eviction, cutter, max_tokens - 2, chosen or {})
         more: dict[str, Any] = {"whole_after": whole_after, "choose": chooser}
         answer = self.decode(prompt, max_tokens, cutter, tokens, merging, **more)
         return replace(answer, cuts=cutter.cuts, choices=chooser.choices)

@@ -101,6 +101,7 @@ class Records:
             report.add_cut(CutReport(num_answer, num_before, num_after, num_kept, cause))
             report.memory = self._memory(request, candidate, cut, report.blocks_before, num_after)
             report.trace = request.request_id if options.trace else None
+            report.sketch_blocks = candidate.num_sketch
         logger.debug(
             "KV eviction of %s after %d tokens of the answer: %s, %s; %d of %d prompt tokens kept "
             "a head, blocks %d -> %d",

@@ -96,6 +96,8 @@ class EvictionReport:
     """Of all layers; None if nothing was evicted."""
     cuts: list[CutReport] = field(default_factory=list)
     """All changes of the request's cache, in order."""
+    sketch_blocks: int = 0
+    """Part of `blocks_after` that holds a sketch of the prompt's keys, for recall."""
     recalls: list[RecallReport] = field(default_factory=list)
     """All choices, in order; those that a preemption undid as well."""
 

@@ -161,6 +161,7 @@ class Recaller:
                 positions,
             )
 
+    @torch.inference_mode()  # as the layers run, with which it shares buffers
     def choose(self, choice: Choice) -> Chosen | None:
         """Choose a row's tokens again, after the step's layers; None if it has no recall."""
         row = self._rows.get(choice.request_id)

@@ -299,7 +299,9 @@ def observe_keys(
     workspace_bytes: int,
     scratch: Scratch,
 ) -> ObservedAttention:
-    """Return the attention of some rows over one layer's keys that are no pages of the cache.
+    """Return the attention of some rows over keys that are no pages of the cache.
+
+    Heads of several layers may stand side by side.
 
     Args:
         queries: `[1, O, H, G, D]`.

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.shared.counters import SKIP_REASONS
-from vllm_tgvkv.shared.metrics import LAYERS, METRICS, STATES, Metric, take_metrics
+from vllm_tgvkv.shared.metrics import LAYERS, METRICS, STATES, TIER_FAULTS, Metric, take_metrics
 
 
 class EvictionPrometheusStatLogger(PrometheusStatLogger):
@@ -74,6 +74,7 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
             "part": ("statistics", "selection", "copy"),
             "layers": LAYERS,
             "state": STATES,
+            "fault": TIER_FAULTS,
             "cause": ("first", "later", "pressure"),
         }
         for engine in self.per_engine_labelvalues.values():

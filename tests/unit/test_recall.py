@@ -75,8 +75,8 @@ def test_sketch_in_pages(pages_first: bool) -> None:
     assert torch.equal(pool.raw.view(by_block)[untouched], before.view(by_block)[untouched])
     for layer in range(SHAPE.num_layers):
         found = torch.empty(SHAPE.num_heads, num_tokens, SHAPE.head_size)
-        sketches.read(other, layer, found)
         pairs = slice(layer * SHAPE.num_heads, (layer + 1) * SHAPE.num_heads)
+        sketches.read(other, pairs.start, found)
         keys = pool.keys[tables[pairs]].flatten(1, 2)
         assert_sketched(found, keys, 2)
 

@@ -46,9 +46,12 @@ class SketchPages:
         """Copy a sketch to other blocks, both int64 `[s]`."""
         self._bytes[self._pages(new_blocks)] = self._bytes[self._pages(old_blocks)]
 
-    def read(self, blocks: Tensor, layer: int, out: Tensor) -> None:
-        """Write the keys of one layer that a sketch stands for to `out`, float32 `[H, C, D]`."""
-        pages = self._pages(blocks)[layer * len(out) : (layer + 1) * len(out)]
+    def read(self, blocks: Tensor, first: int, out: Tensor) -> None:
+        """Write the keys that the sketch of some pairs stands for, from one on.
+
+        `out` is float32 `[pairs, C, D]`.
+        """
+        pages = self._pages(blocks)[first : first + len(out)]
         read_sketches(self._bytes[pages].flatten(1), self.bits, out)
 
     def _pages(self, blocks: Tensor) -> Tensor:

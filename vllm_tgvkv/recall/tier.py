@@ -182,6 +182,6 @@ class FileTier(Tier):
         size = self._slot_bytes
         found = np.empty((len(slots), size), np.uint8)
         for row, slot in zip(found, slots.tolist(), strict=True):
-            if os.preadv(self._file.fileno(), [row], slot * size) < size:
+            if os.preadv(self._file.fileno(), [row.data], slot * size) < size:
                 raise OSError("it is shorter than it was")
         return torch.from_numpy(found).view(self._dtype)

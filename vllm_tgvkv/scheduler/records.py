@@ -127,9 +127,9 @@ class Records:
         if report := self.reports.get(outcome.request_id):
             report.recalls.append(RecallReport(outcome.num_answer, round(outcome.num_recalled, 2)))
 
-    def recall_lost(self, candidate: Candidate, reason: str) -> None:
+    def recall_lost(self, candidate: Candidate, fault: str) -> None:
         """Record that what a request lacks does not come back any more."""
-        self.counters.recall_lost(candidate.options.policy, reason)
+        self.counters.recall_lost(candidate.options.policy, fault)
 
     def preempted(self, request: Request) -> None:
         """Record that a preemption undoes the cuts of a request that only pressure cuts.
@@ -160,7 +160,7 @@ class Records:
         if report := self.reports.get(outcome.request_id):
             report.add_outcome(outcome)
 
-    def update(self, stats: SchedulerStats, is_idle: bool) -> None:
+    def update(self, stats: SchedulerStats, is_idle: bool, num_tier_blocks: int) -> None:
         """Add the metrics to vLLM's statistics; log the totals at vLLM's interval."""
         now = time.monotonic()
         if (metrics := self.counters.metrics) is not None:
@@ -169,6 +169,7 @@ class Records:
                 self._last_gauges = now
                 manager = self._manager
                 names = filter(manager.is_compressed, manager.compressions)
+                metrics.set("tier_blocks_held", num_tier_blocks)
                 states = manager.states()
                 for state in STATES:
                     metrics.set("requests_by_state", states[state], state)

@@ -313,17 +313,17 @@ class EvictionScheduler(Scheduler):
             return None
         blocks, losing = self.recalls.begin(request_id, cut.num_replaced)
         for name in losing:
-            self._lose_recall(name, "tier_full")
+            self._lose_recall(name, "full")
         return blocks
 
-    def _lose_recall(self, request_id: str, reason: str) -> None:
+    def _lose_recall(self, request_id: str, fault: str) -> None:
         """Let a request go on with the tokens that it has."""
         candidate = self.candidates[request_id]
         self.recalls.end(request_id)
         if candidate.chooses_next:
             self.query_rows.give_back([request_id])
         candidate.choice = None
-        self.records.recall_lost(candidate, reason)
+        self.records.recall_lost(candidate, fault)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -348,7 +348,7 @@ class EvictionScheduler(Scheduler):
             return  # it ended meanwhile
         if outcome.num_recalled is None:
             if self.recalls.has(request_id):
-                self._lose_recall(request_id, "tier_failed")
+                self._lose_recall(request_id, "failed")
             return
         if outcome.num_recalled:
             self.recalls.recalled(request_id)
@@ -423,7 +423,7 @@ class EvictionScheduler(Scheduler):
         """Return vLLM's statistics with the metrics."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            self.records.update(stats, is_idle=not self.running)
+            self.records.update(stats, not self.running, self.recalls.num_held)
         return stats
 
 

@@ -48,8 +48,7 @@ class EvictionCounters:
     recalled_tokens: float = 0.0
     """Tokens that came back by these, mean over layers and heads."""
     recalls_lost: Counter[str] = field(default_factory=Counter)
-    """Requests whose evicted tokens can not come back any more, by reason: `tier_full`,
-    `tier_failed`."""
+    """Requests whose evicted tokens can not come back any more, by `TIER_FAULTS`."""
     blocks_given_back: int = 0
     """Blocks returned to the pool, less the fresh ones taken. Blocks shared with another request
     are not returned."""
@@ -85,9 +84,9 @@ class EvictionCounters:
         self._count("choices", policy)
         self._observe("recalled_tokens", policy, value=num_tokens)
 
-    def recall_lost(self, policy: str, reason: str) -> None:
-        self.recalls_lost[reason] += 1
-        self._count("recalls_lost", policy, reason)
+    def recall_lost(self, policy: str, fault: str) -> None:
+        self.recalls_lost[fault] += 1
+        self._count("recalls_lost", policy, fault)
 
     def stayed_whole(self, policy: str) -> None:
         self.requests_whole += 1

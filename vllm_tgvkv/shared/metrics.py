@@ -19,6 +19,9 @@ _PREFIX = "kv_eviction"
 LAYERS = ("evicted", "window", "state")
 """Values of the label `layers`: eviction does not reach the last two."""
 
+TIER_FAULTS = ("full", "failed")
+"""Values of the label `fault`: why what a request lacks does not come back any more."""
+
 STATES = ("whole", "shrunk", "restored")
 """Values of the label `state`."""
 
@@ -105,7 +108,7 @@ METRICS = {
             "counter",
             "Requests whose evicted tokens can not come back any more: the tier was full or "
             "failed.",
-            ("policy", "reason"),
+            ("policy", "fault"),
         ),
         Metric(
             "tier_blocks_held",

@@ -142,6 +142,7 @@ def start_trace(
     decision: Decision,
     num_token_blocks: int,
     num_answer: int | None = None,
+    recalled: float | None = None,
 ) -> Trace | None:
     """Start the copy of a trace to the host, if the request asked for one.
 
@@ -150,6 +151,7 @@ def start_trace(
     Args:
         num_token_blocks: blocks that were dealt.
         num_answer: tokens of the answer at a choice that follows the eviction.
+        recalled: tokens that came back by it, mean over layers and heads.
     """
 
     def on_host(array: torch.Tensor) -> np.ndarray:
@@ -181,4 +183,6 @@ def start_trace(
         preference=on_host(preference),
         preferred=scored.policy.retention.preferred,
         sinks=scored.prompt.sinks,
+        sketch_blocks=eviction.num_sketch,
+        recalled=recalled,
     )

@@ -14,8 +14,9 @@ page tables, stay as the cut left them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from vllm_tgvkv.worker.outcomes import start_trace
 logger = init_logger("vllm.tgvkv")
 
 _STEPS_UNTIL_IN_FORCE = 2
+
+_KEY_BYTES = 4 << 20
+"""Keys that are scored together, or those of one layer."""
 
 
 @dataclass
@@ -187,7 +191,8 @@ class Recaller:
         trace = None
         if self._context.ranks.size == 1:  # others know their own heads only
             num_blocks = len(row.blocks)
-            trace = start_trace(row.eviction, scored, decision, num_blocks, num_answer)
+            more = num_answer, outcome.num_recalled
+            trace = start_trace(row.eviction, scored, decision, num_blocks, *more)
         return Chosen(outcome, decision, trace)
 
     def _score(self, row: _Row, choice: Choice) -> ScoredPrompt:
@@ -204,19 +209,19 @@ class Recaller:
         )
         stored, positions = context.to_device(choice.stored), context.to_device(choice.rows)
         tail = context.to_device(choice.tail_blocks).long()
-        heads = torch.arange(shape.num_heads, device=tail.device)[:, None]
-        keys = context.scratch.take(
-            "recalled keys", (shape.num_heads, num_tokens, shape.head_size), tail.device
-        )
         scores = []
-        for layer, scale in enumerate(self._scales):
-            self._sketches.read(row.sketch_blocks, layer, keys[:, :num_candidates])
-            pages = tail * shape.num_pairs + layer * shape.num_heads + heads
-            newest = context.pool.keys[pages].flatten(1, 2)  # [H, T * N, D]
+        for layers, scale in self._parts(num_tokens):
+            num_layers = layers.stop - layers.start
+            first, num_pairs = layers.start * shape.num_heads, num_layers * shape.num_heads
+            size = num_pairs, num_tokens, shape.head_size
+            keys = context.scratch.take("recalled keys", size, tail.device)
+            self._sketches.read(row.sketch_blocks, first, keys[:, :num_candidates])
+            pairs = torch.arange(first, first + num_pairs, device=tail.device)[:, None]
+            newest = context.pool.keys[tail * shape.num_pairs + pairs].flatten(1, 2)
             keys[:, num_candidates:] = newest[:, : num_tokens - num_candidates]
-            queries = context.queries.load(slice(layer, layer + 1), stored)
+            queries = context.queries.load(layers, stored).transpose(0, 1)
             attention = observe_keys(
-                queries.unflatten(2, (shape.num_heads, shape.group_size)),
+                queries.reshape(1, len(stored), num_pairs, shape.group_size, shape.head_size),
                 keys,
                 positions,
                 scale,
@@ -225,15 +230,15 @@ class Recaller:
                 context.scratch,
             )
             view = LayerView(
-                context.stages.first_layer + layer,
-                shape.num_heads,
+                context.stages.first_layer + layers.start,
+                num_pairs,
                 prompt,
                 attention,
                 context.ranks.part * shape.num_heads,
             )
             pooled = row.policy.pooled(row.policy.scores(view), prompt)
-            scores.append(pooled[:, :num_candidates].contiguous())
-        stacked = torch.stack(scores)
+            scores.append(pooled[:, :num_candidates].unflatten(0, (num_layers, -1)))
+        stacked = torch.cat(scores)
         return ScoredPrompt(
             row.policy,
             prompt,
@@ -243,6 +248,16 @@ class Recaller:
             block_size=shape.block_size,
             floor_pages=0,
         )
+
+    def _parts(self, num_tokens: int) -> Iterator[tuple[slice, float]]:
+        """Yield layers that are scored together, whose keys fit a cache, and their scale."""
+        shape, first = self._context.shape, 0
+        most = max(1, _KEY_BYTES // (4 * shape.num_heads * num_tokens * shape.head_size))
+        for scale, alike in groupby(self._scales):
+            last = first + len(list(alike))
+            for start in range(first, last, most):
+                yield slice(start, min(start + most, last)), scale
+            first = last
 
     def _pages(self, row: _Row) -> Tensor:
         """Return the pool's pages of a region's pages, int64 [pages]."""

@@ -106,6 +106,11 @@ class Candidate:
             return self.choice
         return None if self.cut is None else self.cut.at
 
+    def votes_after(self, end: int) -> bool:
+        """Return whether a choice comes next, and rows before `end` do not vote at it."""
+        # As most steps end so, without an array.
+        return self.chooses_next and end <= (self.choice or 0) - self.num_choice_rows
+
     @property
     def num_choice_rows(self) -> int:
         """Newest rows that vote at a choice, none of which voted at the choice before."""

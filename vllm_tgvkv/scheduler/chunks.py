@@ -108,6 +108,8 @@ class ChunkLimits:
         each other for ever: one that waits for rows does not advance and so holds nobody back
         (`blocks/admission.py`), and if blocks run out vLLM preempts the last request with its rows.
         """
+        if candidate.votes_after(end):
+            return True
         rows = candidate.voters_of_cut.rows
         if not len(rows) or end <= rows[0]:
             return True

@@ -239,6 +239,7 @@ class EvictionScheduler(Scheduler):
         if request is None:
             return []
         self.recalls.end(request.request_id)
+        self.query_rows.give_back([request.request_id])  # of a choice that will not be made
         self.candidates[request.request_id].choice = None
         self.records.restored(request, self.candidates[request.request_id])
         return [Restored(request.request_id, self.manager.block_ids(request.request_id))]
@@ -248,6 +249,8 @@ class EvictionScheduler(Scheduler):
     ) -> None:
         """Add the worker's part in a chunk of a candidate before its next cut."""
         end = request.num_computed_tokens  # vLLM has advanced it by this chunk already
+        if candidate.votes_after(end):
+            return
         start = end - num_scheduled
         stored = self.query_rows.of(request.request_id)
         if (rows := candidate.observation(request.request_id, start, end, stored)) is not None:

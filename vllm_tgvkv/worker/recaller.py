@@ -165,12 +165,24 @@ class Recaller:
                 positions,
             )
 
-    @torch.inference_mode()  # as the layers run, with which it shares buffers
     def choose(self, choice: Choice) -> Chosen | None:
-        """Choose a row's tokens again, after the step's layers; None if it has no recall."""
+        """Choose a row's tokens again, after the step's layers; None if it has no recall.
+
+        If the method raises, the row keeps what it has from now on.
+        """
         row = self._rows.get(choice.request_id)
         if row is None:
             return None
+        try:
+            with torch.inference_mode():  # as the layers run, with which it shares buffers
+                return self._choose(row, choice)
+        except Exception:
+            logger.exception("KV eviction: %s has no recall any more", choice.request_id)
+            del self._rows[choice.request_id]
+            self.failed.append(choice.request_id)
+            return None
+
+    def _choose(self, row: _Row, choice: Choice) -> Chosen:
         scored = self._score(row, choice)
         shape = self._context.shape
         counts = row.offsets.diff().long().view(shape.num_layers, shape.num_heads)

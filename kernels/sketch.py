@@ -2,7 +2,7 @@
 """Sketches of keys: a few bits a number, enough to find the tokens that a row looks at.
 
 In every channel, `GROUP` consecutive tokens of a head share a range: a number is `low + step *
-code`. With 2 or 4 bits the codes divide the range evenly between the group's extremes, as KIVI does
+code`. With more bits the codes divide the range evenly between the group's extremes, as KIVI does
 (Liu et al., arXiv 2402.02750). With 1 bit the code is the sign, and both values lie at the group's
 mean magnitude.
 
@@ -22,7 +22,7 @@ from vllm_tgvkv.kernels.checks import check
 
 GROUP = 32
 """Tokens that share a range."""
-BITS = (1, 2, 4)
+BITS = (1, 2, 4, 8)
 
 _LARGEST = torch.finfo(torch.float16).max
 _RANGE_BYTES = 4

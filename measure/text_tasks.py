@@ -88,12 +88,14 @@ class TextTask:
     """Numbers, passages or facts: one of them is asked for, or all of several numbers."""
     system: bool = False
     """Whether a system prompt stands before the text. It is what some kinds ask about."""
+    forced: bool = False
+    """Whether the right answer is given token by token, and each next token is asked for."""
 
     @property
     def name(self) -> str:
         keys = "" if self.keys == 1 else f"-{self.keys}"
-        system = "-system" if self.system else ""
-        return f"{self.kind}{keys}-{self.haystack}-{self.tokens}{system}"
+        more = "-system" * self.system + "-forced" * self.forced
+        return f"{self.kind}{keys}-{self.haystack}-{self.tokens}{more}"
 
     @property
     def title(self) -> str:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.distributed.utils import get_pp_indices
-
 from vllm_tgvkv.config.settings import absolute_path, setting
 from vllm_tgvkv.kernels.sketch import BITS, sketch_bytes
 from vllm_tgvkv.shared.errors import EvictionConfigError, quoted
@@ -52,7 +50,7 @@ class RecallOptions:
     sketch: int = setting(
         2,
         parser=_parse_bits,
-        accepts="`1`, `2`, `4`",
+        accepts="`1`, `2`, `4`, `8`",
         help="Bits of a number in the sketch of the prompt's keys, by which tokens are found. It "
         "is held in the pool, beside the budget.",
     )
@@ -89,6 +87,8 @@ class RecallOptions:
         A block has the tokens of a block of the pool, in all layers and heads of a worker. With
         several stages, all count as many layers as the largest.
         """
+        from vllm.distributed.utils import get_pp_indices  # takes seconds, and settings need none
+
         parallel, model = vllm_config.parallel_config, vllm_config.model_config
         num_stages, num_layers = parallel.pipeline_parallel_size, evicted_layers(model)
         if num_stages > 1:

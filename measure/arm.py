@@ -80,7 +80,7 @@ class Arm:
 
     @property
     def suffix(self) -> str:
-        """Return options, recall, and the folder of the gates unless it is named as the method is."""
+        """Return options and recall, and the gates' folder unless it is named like the method."""
         folder = Path(self.gates).name
         gates = () if folder in ("", self.method) else (("gates", folder),)
         told = (*self.options, *gates, *self.recall)

@@ -24,7 +24,7 @@ from evaluation.arms import (
     MIXES,
     Arm,
     arm,
-    by_gates,
+    by_engine,
     check,
     crossed,
     eviction_settings,
@@ -128,7 +128,7 @@ def test_a_changed_mix_or_other_gates_are_another_arm(tmp_path: Path) -> None:
         identity(arm("kvzap", 0.2, str(tmp_path / "none")))
     with pytest.raises(EvictionConfigError, match="one folder of gates"):
         eviction_settings(gated)
-    assert by_gates([FULL, *gated]) == {each.gates: (FULL, each) for each in gated}
+    assert by_engine([FULL, *gated]) == [(FULL, each) for each in gated]
 
 
 @pytest.mark.parametrize(

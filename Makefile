@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-apparatus test-nightly test-fast test-gpu
 .PHONY: test-scheduler mutations compile-kernels next-vllm test-next
-.PHONY: demo inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak clean
+.PHONY: demo inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak soak-pressure clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -154,6 +154,9 @@ loadtest: setup ## load on a served endpoint, stock against evicting: PROFILE=..
 
 soak: setup ## mixed traffic whose every answer is checked: MINUTES=30; STOCK=1 for a stock server after
 	$(BIN)/python -m loadtests.soak --minutes $(or $(MINUTES),30) $(if $(STOCK),--stock)
+
+soak-pressure: setup ## the same where only a lack of memory evicts, at a changing rate: MINUTES=30
+	$(BIN)/python -m loadtests.soak --pressure --minutes $(or $(MINUTES),30)
 
 clean: ## remove the environment and all build products
 	rm -rf $(VENV) build dist *.egg-info tools/cpu/build tools/cpu/*.egg-info

@@ -82,11 +82,6 @@ class Shape:
         return (self.layers * layer + self.hidden * self.vocabulary) * self.dtype_bytes
 
     @property
-    def tokens_per_image(self) -> int:
-        """Return the tokens of an image of LLaVA."""
-        return self.image_side**2
-
-    @property
     def image_text(self) -> str:
         """Return the text of one image in a prompt."""
         return LLAVA_IMAGE if self.arch == "llava" else QWEN_IMAGE

@@ -98,7 +98,7 @@ class Scale:
         burst_requests=40,
     )
     cuts: CutsScale = CutsScale()
-    scheduled_batch: int = 128
+    scheduled_batch: int = 256
     scheduled_rounds: int = 60
     minutes: float = float("inf")
     """Time limit of the run."""
@@ -126,6 +126,7 @@ QUICK = Scale(
     metrics=SwitchedScale(((8, Workload(640)),), fills=1, rounds=20),
     waiting=SwitchedScale(((8, Workload(640)),), fills=1, rounds=20, burst_requests=16),
     cuts=CutsScale(methods=("snapkv", "streaming"), batch=4, steps=600),
+    scheduled_batch=128,
     scheduled_rounds=20,
     minutes=10.0,
     has_targets=False,

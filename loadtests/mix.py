@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of `loadtests.soak`: a fixed list that covers every kind."""
+"""The requests of `loadtests.soak`: fixed lists that cover every kind."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ LONG = 64
 """Length of answers that ignore the end token."""
 NATURAL = 24
 """Limit of the other answers."""
+PRESSED = 160
+"""Length of answers under pressure: load rises and falls meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,12 @@ class Case:
     kind: str
     messages: list[dict[str, Any]]
     xargs: Mapping[str, Any] = field(default_factory=dict)
-    is_long: bool = False
+    max_tokens: int = NATURAL
 
     @property
-    def max_tokens(self) -> int:
-        return LONG if self.is_long else NATURAL
+    def is_long(self) -> bool:
+        """Return whether the answer ignores the end token."""
+        return self.max_tokens > NATURAL
 
     def body(self, evicting: bool) -> dict[str, Any]:
         """Return the fields of the request except the model; greedy, with log-probabilities."""
@@ -60,9 +63,21 @@ class Case:
 def make_cases() -> list[Case]:
     """Return all requests, no two alike. Every second answer is long."""
     return [
-        Case(kind, messages, xargs, is_long=number % 2 == 1)
+        Case(kind, messages, xargs, LONG if number % 2 else NATURAL)
         for number, (kind, messages, xargs) in enumerate(_kinds())
     ]
+
+
+def make_pressed_cases() -> list[Case]:
+    """Return requests for a server that evicts when memory is short, no two alike.
+
+    Method and budget are the server's. The reports tell what happened to each.
+    """
+    pages = [("one image", _asks(number)) for number in range(12)]
+    pages += [("two images", _asks(50 + number, 60 + number)) for number in range(4)]
+    pages += [("chats", _asks(page, asked=asked)) for page in range(70, 73) for asked in (0, 3)]
+    texts = [("text", [_says(_text(number, length=220 + 90 * number))]) for number in range(5)]
+    return [Case(*each, {"kv_eviction_report": 1}, PRESSED) for each in (*pages, *texts)]
 
 
 def _kinds() -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:

@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 from tqdm import tqdm
 
-from loadtests.mix import MIXES, Case, make_cases
+from loadtests.mix import MIXES, Case, make_cases, make_pressed_cases
 from loadtests.model import model_folder
 from loadtests.run import ROOT, add_arguments, facts
 from loadtests.soak_report import write_report
@@ -43,6 +44,7 @@ from loadtests.verdict import (
     failures,
     undecided,
 )
+from measure.engines import MACHINE
 from measure.samples import Scraper, drain, scrape
 from measure.serving import Server, ServingError, log_errors, serving
 
@@ -61,13 +63,14 @@ SERVE = [
 EVICTING = ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
 EVICTING += ["--kv-eviction-config", json.dumps({"methods": MIXES})]
 # Text as well, so that every request of the traffic may shrink.
+PRESSED_CONFIG = {"text_only": "evict", "debug": {"check_integrity": True}}
 PRESSED = ["--kv-eviction", "reach", "--kv-eviction-when", "pressure"]
-PRESSED += ["--kv-eviction-budget", "0.1", "--kv-eviction-config", '{"text_only": "evict"}']
+PRESSED += ["--kv-eviction-budget", "0.1", "--kv-eviction-config", json.dumps(PRESSED_CONFIG)]
 STOCK_ARM, EVICTING_ARM, PRESSED_ARM = "stock", "evicting", "pressure"
-PRESSED_TOKENS = 160
-"""Of an answer under pressure: long enough that load rises and falls meanwhile."""
 WAVES = (0.2, 1.0, 3.0, 0.2, 2.0)
-"""Under pressure the rate changes every minute, by these factors."""
+"""Factors of the rate under pressure, one after the other."""
+ROUNDS = 6
+"""Times that the waves come. Thirds of the time are compared, so each has as many."""
 POOL_BLOCKS = {
     # Room for four whole prompts: requests wait, and some are preempted.
     EVICTING_ARM: 80,
@@ -78,12 +81,8 @@ POOL_BLOCKS = {
 }
 
 ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "passive",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    **MACHINE,
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
     # oneDNN keeps what it compiled for the last 1024 shapes of a matrix product, some 200 MiB, and
     # a batch's number of tokens is one. It takes hours to fill and would hide what really leaks.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
@@ -130,12 +129,7 @@ class Client:
         self._openai = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", timeout=ANSWER_SECONDS, max_retries=0
         )
-        if arm == PRESSED_ARM:
-            reported = {"kv_eviction_report": 1}
-            cases = [replace(case, xargs=reported, is_long=True) for case in cases]
         self._bodies = [case.body(evicting=arm != STOCK_ARM) for case in cases]
-        if arm == PRESSED_ARM:
-            self._bodies = [{**body, "max_tokens": PRESSED_TOKENS} for body in self._bodies]
         self.close = self._openai.close
 
     async def ask(self, plan: Plan, heard: list[Token], report: dict[str, Any]) -> bool:
@@ -144,7 +138,7 @@ class Client:
         Its report of eviction, if it has one, is added to `report`.
 
         Raises:
-            openai.OpenAIError: if there is no answer.
+            openai.OpenAIError, httpx.HTTPError: if there is no answer, or a stream breaks off.
         """
         create: Any = self._openai.chat.completions.create
         body = self._bodies[plan.case]
@@ -189,7 +183,10 @@ class Traffic:
         rate: float,
         changes: bool = False,
     ) -> None:
-        """Make the traffic; under pressure its rate changes, and answers come whole."""
+        """Make the traffic.
+
+        With `changes` its rate does, and all answers come whole: streams have no reports.
+        """
         self.visits: list[Visit] = []
         self._client = client
         self._is_alive = is_alive
@@ -203,23 +200,28 @@ class Traffic:
         rng, places = random.Random(SEED + 1), asyncio.Semaphore(IN_FLIGHT)
         self._begin = time.monotonic()
         arrival = self._begin
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: list[asyncio.Task[None]] = []
         for plan in plans(len(self._expected), SEED):
             # If all places are taken, this and all later requests wait.
-            rate = self._rate
-            if self._changes:  # only a whole answer comes with a report
-                rate *= WAVES[int((time.monotonic() - self._begin) / 60) % len(WAVES)]
-                plan = replace(plan, is_streamed=False, leaves_after=None)
-            arrival = max(arrival + rng.expovariate(rate), time.monotonic())
+            now = time.monotonic()
+            arrival = max(
+                arrival + rng.expovariate(self.rate_at((now - self._begin) / seconds)), now
+            )
             if arrival - self._begin > seconds or not self._is_alive():
                 break
-            await asyncio.sleep(arrival - time.monotonic())
+            await asyncio.sleep(arrival - now)
             await places.acquire()
+            if self._changes:
+                plan = replace(plan, is_streamed=False, leaves_after=None)
             task = asyncio.create_task(self._visit(plan, bar))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks.append(task)
             task.add_done_callback(lambda _: places.release())
         await asyncio.gather(*tasks)
+
+    def rate_at(self, share: float) -> float:
+        """Return the requests a second once a share of the time is over."""
+        wave = int(share * ROUNDS * len(WAVES)) % len(WAVES)
+        return self._rate * (WAVES[wave] if self._changes else 1)
 
     async def _visit(self, plan: Plan, bar: tqdm) -> None:
         heard: list[Token] = []
@@ -227,11 +229,14 @@ class Traffic:
         begin, ended, error = time.monotonic(), LEFT, ""
         patience = None if plan.is_streamed else plan.leaves_after
         try:
-            if await asyncio.wait_for(self._client.ask(plan, heard, report), patience):
-                ended = ANSWERED
+            # The limit of the HTTP client is for a part of a stream, not for all of it.
+            async with asyncio.timeout(ANSWER_SECONDS if patience is None else patience):
+                if await self._client.ask(plan, heard, report):
+                    ended = ANSWERED
         except TimeoutError:
-            pass
-        except openai.OpenAIError as raised:
+            if patience is None:
+                ended, error = FAILED, f"no answer in {ANSWER_SECONDS:g} s"
+        except (openai.OpenAIError, httpx.HTTPError) as raised:
             ended, error = FAILED, f"{type(raised).__name__}: {raised}"[:300]
         comparison = None
         cuts = report.get("cuts", ()) if self._changes else ()
@@ -244,42 +249,34 @@ class Traffic:
         bar.update()
 
 
-async def soak_arm(server: Server, name: str, cases: Sequence[Case], options: Any) -> SoakedArm:
-    """Ask each case alone, then mixed traffic, then each alone again; return the record.
+async def soak_arm(
+    server: Server, name: str, cases: Sequence[Case], rate: float, arm: SoakedArm
+) -> None:
+    """Ask each case alone, then mixed traffic, then each alone again; fill the record.
 
     Raises:
         openai.OpenAIError: if a request that is alone fails.
         OSError: if the server has ended.
     """
     client = Client(server.url, cases, name)
-    seconds = 60 * options.minutes
-    arm = SoakedArm(server.command or "", scrape(server).pool, seconds)
     expected = await client.all_alone()
-    traffic = Traffic(client, expected, server.is_alive, options.rate, name == PRESSED_ARM)
+    traffic = Traffic(client, expected, server.is_alive, rate, name == PRESSED_ARM)
+    arm.visits = traffic.visits  # what there is if the rest fails
     begin = time.monotonic()
-    with tqdm(desc=name, unit=" requests") as bar, Scraper(server, SCRAPE_SECONDS) as scraper:
-        await traffic.run(seconds, bar)
+    try:
+        with tqdm(desc=name, unit=" requests") as bar, Scraper(server, SCRAPE_SECONDS) as scraper:
+            await traffic.run(arm.seconds, bar)
+    finally:
+        arm.moments = [Moment.of(sample, begin) for sample in scraper.samples]
     # In a thread: meanwhile the event loop closes connections of clients that left.
     await asyncio.to_thread(drain, server, DRAIN_SECONDS)
     again = await client.all_alone()
-    arm.visits = traffic.visits
     arm.afterwards = [
         compare(right, answer, whole=True) for right, answer in zip(expected, again, strict=True)
-    ]
-    arm.moments = [
-        Moment(
-            time=round(sample.time - begin, 1),
-            memory_mib=round(sample.memory_mib or 0, 1),
-            kv_usage=round(sample.kv_usage, 3),
-            running=sample.running,
-            preemptions=sample.preemptions,
-        )
-        for sample in scraper.samples
     ]
     _, last = await asyncio.to_thread(drain, server, DRAIN_SECONDS)
     arm.left, arm.eviction = last.left, last.eviction
     await client.close()
-    return arm
 
 
 def errors_in(log: Path) -> list[str]:
@@ -291,13 +288,14 @@ def errors_in(log: Path) -> list[str]:
 def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
     """Soak our server, then a stock one with `--stock`, and fill the record.
 
+    The record is written in any case, with what there is.
+
     Raises:
         ServingError: if a server does not start, or ends, or refuses a request that is alone.
     """
     arms = {EVICTING_ARM: [*SERVE, *EVICTING], **({STOCK_ARM: SERVE} if options.stock else {})}
     if options.pressure:
         arms = {PRESSED_ARM: [*SERVE, *PRESSED]}
-    options.output.mkdir(parents=True, exist_ok=True)
     for name, arguments in arms.items():
         pool = ["--num-gpu-blocks-override", str(POOL_BLOCKS[name])]
         log = OUTPUT / f"{name}.log"
@@ -307,15 +305,18 @@ def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
             log,
             environment=ENVIRONMENT,
         ) as server:
+            arm = SoakedArm(server.command or "", scrape(server).pool, 60 * options.minutes)
+            soak.arms[name] = arm
             try:
-                soak.arms[name] = asyncio.run(soak_arm(server, name, cases, options))
+                asyncio.run(soak_arm(server, name, cases, options.rate, arm))
             except (openai.OpenAIError, OSError) as error:
-                what = "refused a request that was alone" if server.is_alive() else "ended"
+                what = "did not answer a request alone" if server.is_alive() else "ended"
                 raise ServingError(
                     f"the {name} server {what}: {error}; {log_errors(log)}"
                 ) from error
-            soak.arms[name].log_errors = errors_in(log)
-        soak.write(options.output)
+            finally:
+                arm.log_errors = errors_in(log)
+                soak.write(options.output)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -326,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         soak = Soak.read(options.report_only)
         options.output = options.report_only
     else:
-        cases = make_cases()
+        cases = make_pressed_cases() if options.pressure else make_cases()
         about = facts("loadtests.soak", given, options.note)
         about["machine_load_before"] = round(os.getloadavg()[0], 2)
         about |= {"rate": options.rate, "in_flight": IN_FLIGHT}
@@ -334,9 +335,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         soak.control = STOCK_ARM if options.stock else None
         try:
             run(options, soak, cases)
-        except (ServingError, OSError) as error:
-            print(f"\nThe soak failed: {error}", file=sys.stderr)
-            return 1
+        except (ServingError, OSError, KeyboardInterrupt) as error:
+            is_stopped = isinstance(error, KeyboardInterrupt)
+            said = "was interrupted" if is_stopped else f"failed: {error}"
+            print(f"\nThe soak {said}", file=sys.stderr)
+            if soak.arms:
+                print(f"--report-only {options.output} reports what there is.", file=sys.stderr)
+            return 130 if is_stopped else 1
     write_report(soak, options.output)
     print(f"Written: {options.output / 'README.md'} and {options.output / FILE}")
     for failure in failures(soak):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from loadtests.verdict import (
     TIE,
     Comparison,
     Soak,
+    SoakedArm,
     failures,
     undecided,
 )
@@ -28,6 +30,18 @@ from measure.document import Block, Code, Heading, Items, Plot, Table, Text, wri
 from measure.statistics import Estimate
 
 PLOT = "watched.svg"
+TRAFFIC = (
+    "methods, budgets and granularities of their own, guarded budgets, uncompressed ones, chats "
+    "that share pages, text. Half of them are streams; clients of a tenth go away before the end. "
+    "Each answer is compared with the one that the same request got alone."
+)
+PRESSED_TRAFFIC = (
+    "one image, two, chats that share pages, text. Every request may be evicted when memory is "
+    "short, and the rate rises and falls between a fifth of this and three times as much. A "
+    "request that stayed whole has to be answered as it is alone; an answer over a shrunk cache, "
+    "or over one that was restored or computed again, is not compared. All blocks are recounted in "
+    "every step."
+)
 
 
 def write_report(soak: Soak, folder: Path) -> None:
@@ -40,10 +54,8 @@ def write_report(soak: Soak, folder: Path) -> None:
         Text(
             f"{len(soak.kinds)} greedy requests to a small model with random weights, asked alone "
             f"and then at random for {_minutes(soak)} minutes, {facts['rate']:g} a second, at most "
-            f"{facts['in_flight']} at a time: methods, budgets and granularities of their own, "
-            "guarded budgets, uncompressed ones, chats that share pages, text. Half of them are "
-            "streams; clients of a tenth go away before the end. Each answer is compared with that "
-            f"of the same request alone. All figures are in [{FILE}]({FILE})."
+            f"{facts['in_flight']} at a time: {PRESSED_TRAFFIC if _pressed(soak) else TRAFFIC} "
+            f"All figures are in [{FILE}]({FILE})."
         ),
         Code(facts["command"]),
         Text(_verdict(soak)),
@@ -87,8 +99,9 @@ def _verdict(soak: Soak) -> str:
     text = (
         f"**Failed:** {'; '.join(broken)}."
         if broken
-        else "**Passed:** every request was answered as it is alone, and in the end no request "
-        "ran or waited, no KV block was in use or held, and no log had an error."
+        else f"**Passed:** every request{' that stayed whole' if _pressed(soak) else ''} was "
+        "answered as it is alone, and in the end no request ran or waited, no KV block was in use "
+        "or held, and no log had an error."
     )
     return f"{text} **Undecided:** {'; '.join(open_)}." if open_ else text
 
@@ -109,23 +122,19 @@ def _answers(soak: Soak) -> Table:
     return Table(header, rows)
 
 
+def _pressed(soak: Soak) -> list[SoakedArm]:
+    """Return the servers that evict when memory is short."""
+    return [arm for arm in soak.arms.values() if PRESSED in arm.command]
+
+
 def _states(soak: Soak) -> list[Block]:
-    """Return how many answers were whole, shrunk and restored, of servers under pressure."""
-    pressed = [arm for arm in soak.arms.values() if PRESSED in arm.command]
-    header = ["whole", "shrunk", "restored", "wrong, of the whole ones"]
+    """Return the answers of servers under pressure by what happened to their caches last."""
+    header = ["whole", "shrunk", "restored", "preempted after a cut", "wrong, of the whole ones"]
+    names = ("whole", "pressure", "restored", "preempted")
     rows = [
-        [
-            *(str(arm.states[name]) for name in ("whole", "pressure", "restored")),
-            str(len(arm.wrong)),
-        ]
-        for arm in pressed
+        [*(str(arm.states[name]) for name in names), str(len(arm.wrong))] for arm in _pressed(soak)
     ]
-    text = (
-        "Here every request may be evicted when memory is short, and the rate changes every "
-        "minute. A request that stayed whole has to be answered as it is alone; an answer over a "
-        "shrunk cache, or a restored one, is not compared."
-    )
-    return [Text(text), Table(header, rows)] if pressed else []
+    return [Table(header, rows)] if rows else []
 
 
 def _differences(soak: Soak) -> list[Block]:
@@ -169,7 +178,7 @@ def _watched(soak: Soak) -> Table:
         seconds = [visit.seconds for visit in arm.ended(ANSWERED)]
         latency = f"{statistics.median(seconds):.2f} s" if seconds else ""
         usage = [moment.kv_usage for moment in arm.moments] or [0]
-        used = (statistics.fmean(usage), max(usage), arm.left["kv_usage"])
+        used = (statistics.fmean(usage), max(usage), arm.left.get("kv_usage", math.nan))
         grown, slower = _interval(arm.growth(), "+.0f"), _interval(arm.slowdown(), ".3f")
         cells = [memory[0], memory[-1], grown, f"{GROWTH:g}", latency, slower, f"{SLOWDOWN:g}"]
         rows.append([name, *cells, *(f"{share:.0%}" for share in used)])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from measure.samples import Sample
 from measure.statistics import CONFIDENCE_Z, RESAMPLES, SEED, Estimate
 
 FILE = "results.json"
@@ -99,8 +100,8 @@ class Visit(NamedTuple):
     """None if the request failed."""
     error: str = ""
     state: str = ""
-    """`pressure` if it was shrunk to the end, `restored` if its prompt came back last. Such an
-    answer is not compared."""
+    """`pressure` if it was shrunk to the end, `restored` if its prompt came back last, `preempted`
+    if a preemption undid its cuts. Such an answer is not compared."""
 
 
 class Moment(NamedTuple):
@@ -112,6 +113,13 @@ class Moment(NamedTuple):
     kv_usage: float
     running: float
     preemptions: float
+
+    @classmethod
+    def of(cls, sample: Sample, begin: float) -> Moment:
+        """Return a sample's moment; the traffic began at `begin`, on the same clock."""
+        memory = round(sample.memory_mib or 0, 1)
+        usage = round(sample.kv_usage, 3)
+        return cls(round(sample.time - begin, 1), memory, usage, sample.running, sample.preemptions)
 
 
 @dataclass
@@ -282,6 +290,8 @@ def _broken(arm: SoakedArm) -> list[str]:
     if PRESSED in arm.command:
         missing = (state for state in ("whole", "pressure", "restored") if not arm.states[state])
         found.extend(f"no request ended {state}: the soak was too short" for state in missing)
+    if not arm.left:
+        found.append("it ended before all was asked")
     if any(arm.left.values()):
         left = ", ".join(f"{what} {value:g}" for what, value in arm.left.items() if value)
         found.append(f"not empty in the end: {left}")

@@ -15,16 +15,21 @@ if TYPE_CHECKING:
     from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
     from vllm_tgvkv.worker.evictor import Evictor
 
-ENVIRONMENT = {
+MACHINE = {
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "passive",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Front end and engine in one process, on all cores, with nothing from the network."""
+"""Engines on all cores, with nothing from the network."""
+
+ENVIRONMENT = {
+    **MACHINE,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""The same, with front end and engine in one process."""
 
 
 def set_environment(variables: Mapping[str, str] = ENVIRONMENT) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
@@ -14,6 +14,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.shared.counters import SKIP_REASONS
 from vllm_tgvkv.shared.metrics import LAYERS, METRICS, STATES, TIER_FAULTS, Metric, take_metrics
+from vllm_tgvkv.shared.report import CutCause
 
 
 class EvictionPrometheusStatLogger(PrometheusStatLogger):
@@ -75,7 +76,7 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
             "layers": LAYERS,
             "state": STATES,
             "fault": TIER_FAULTS,
-            "cause": ("first", "later", "pressure"),
+            "cause": get_args(CutCause),
         }
         for engine in self.per_engine_labelvalues.values():
             for name, exported in self._evictions.items():

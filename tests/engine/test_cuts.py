@@ -244,12 +244,6 @@ def test_requests_of_one_engine_have_their_own_cuts(
     assert running.tokens(again)[::-1] == [list(o.outputs[0].token_ids) for o in outputs]
 
 
-def test_the_answer_so_far_votes(whole: SteppedEngine, oracle: Oracle) -> None:
-    outputs = whole.run([case.ask(index) for index, case in enumerate(WAITING)])
-    assert_agrees(whole, oracle, WAITING, outputs)
-    assert whole.scheduler.query_rows.num_free == whole.evictor.config.num_query_rows
-
-
 def test_an_answer_that_ends_first_is_never_evicted_for(whole: SteppedEngine) -> None:
     ask = Case("tgv", 20).ask(3)
     before = whole.counters["requests_skipped"].get("answer_too_short", 0)

@@ -171,16 +171,6 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
     assert evicting.llm.collective_rpc("kv_eviction_stats") == [after]
 
 
-def test_abort_in_prefill_and_decode(evicting: SteppedEngine) -> None:
-    for steps in range(4):
-        names = [evicting.add(album(40 + i, 20, 200)) for i in range(3)]
-        for _ in range(steps):
-            evicting.step()
-        evicting.engine.abort_request(names)
-        evicting.step()
-        evicting.assert_empty()
-
-
 def test_traces_say_what_was_kept(evicting: SteppedEngine) -> None:
     """As the debug option records them; a guard deals fewer pages than it has."""
     trace = {"kv_eviction_trace": 1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -185,27 +184,6 @@ def test_heads_with_their_own_token_sets_share_the_pages_of_their_rank(
             prompt = oracle.prompt(ask.text, ask.images)
             assert torch.equal(kept, oracle.select(prompt, eviction).kept)
     assert running.counters["requests_evicted"] > before + len(asks)
-
-
-def test_ranks_wait_for_the_answer(running: ParallelEngine, oracle: Oracle) -> None:
-    asks, waits = [], (3, 9, 20)
-    for seed, (method, defer) in enumerate(zip(("tgv", "snapkv", "h2o"), waits, strict=True)):
-        ask = with_method(album(60 + seed, 20, 190 + 23 * seed), f"{method}_by_layer", 0.3)
-        asks.append(replace(ask, xargs={**ask.xargs, "kv_eviction_defer": defer}))
-    outputs = running.run(asks)
-    for ask, output, defer in zip(asks, outputs, waits, strict=True):
-        prompt = oracle.prompt(ask.text, ask.images)
-        num_full = len(prompt.token_ids) // 32 * 32
-        method = NAMES[ask.xargs["kv_eviction"]]["base"]
-        eviction = Eviction(
-            0.3, granularity="layer", method=method, observation_window=128, defer=defer
-        )
-        answer = oracle.answer(prompt, ask.max_tokens, eviction)
-        (cut,) = answer.cuts
-        parts = running.kept_on_workers(output.request_id, len(prompt.token_ids))
-        kept = torch.cat(parts, dim=1)
-        assert torch.equal(kept[..., :num_full], cut.selection.kept[..., :num_full]), method
-        assert list(output.outputs[0].token_ids) == answer.tokens, method
 
 
 def test_ranks_find_one_number_of_blocks(running: ParallelEngine, oracle: Oracle) -> None:

@@ -211,42 +211,6 @@ def test_each_stage_keeps_what_its_layers_say(
     assert running.num_overlaps > 3
 
 
-def test_stages_wait_for_the_answer(running: PipelineEngine, oracle: Oracle) -> None:
-    """A step of decoding exchanges outcomes; other prompts are prefilled meanwhile."""
-    waits = {"tgv_by_layer": 4, "snapkv_by_layer": 11, "h2o_by_layer": 7, "tgv_by_head": 1}
-    asks = [
-        album(
-            200 + seed,
-            20,
-            150 + 14 * seed,
-            max_tokens=30,
-            arrival=2 * seed,
-            xargs={
-                "kv_eviction": name,
-                "kv_eviction_budget": 0.4,
-                "kv_eviction_defer": defer,
-                "kv_eviction_report": 1,
-            },
-        )
-        for seed, (name, defer) in enumerate(waits.items())
-    ]
-    outputs = running.run(asks)
-    for ask, output, (name, defer) in zip(asks, outputs, waits.items(), strict=True):
-        base, granularity = NAMES[name]["base"], NAMES[name]["granularity"]
-        wanted = Eviction(
-            0.4, granularity=granularity, method=base, observation_window=ROWS, defer=defer
-        )
-        prompt = oracle.prompt(ask.text, ask.images)
-        num_full = len(prompt.token_ids) // 32 * 32
-        answer = oracle.answer(prompt, ask.max_tokens, wanted, STAGES)
-        (cut,) = answer.cuts
-        kept = torch.cat(running.kept_on_workers(output.request_id, len(prompt.token_ids)))
-        assert torch.equal(kept[..., :num_full], cut.selection.kept[..., :num_full]), name
-        assert list(output.outputs[0].token_ids) == answer.tokens, name
-        report = output.kv_transfer_params["kv_eviction"]
-        assert [found["answer_tokens"] for found in report["cuts"]] == [defer]
-
-
 def test_with_auto_the_stage_that_needs_most_blocks_decides(
     running: PipelineEngine, oracle: Oracle
 ) -> None:

@@ -13,15 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import RequestOutputKind
 
 from oracle.emulation import Oracle
 from tests.engine import flash_on_cpu
 from tests.engine.changes import assert_changes_agree, causes_of, restore_soon
 from tests.engine.questions import DEBUG, question
-from tests.engine.running import Ask, SteppedEngine, engine
+from tests.engine.running import Ask, SteppedEngine, engine, name_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -84,6 +86,7 @@ def serve(
     priorities: Sequence[int] = (),
     crowds: Mapping[int, int] | None = None,
     preempt_at: Sequence[int] = (),
+    **sampling: Any,
 ) -> list[Any]:
     """Serve requests that arrive at their steps; return their outputs in order.
 
@@ -92,6 +95,7 @@ def serve(
         crowds: by step, a number of requests with long prompts that arrive besides, and are
             aborted 7 steps later: what is freed for them may come back.
         preempt_at: steps before which a request that shrank is preempted, the longest first.
+        sampling: fields of the requests' `SamplingParams`.
     """
     names: dict[int, str] = {}
     crowd: list[tuple[int, str]] = []
@@ -100,7 +104,7 @@ def serve(
         for index, asked in enumerate(asks):
             if asked.arrival == step:
                 priority = priorities[index] if priorities else 0
-                names[index] = running.add(asked, priority=priority)
+                names[index] = running.add(asked, priority=priority, **sampling)
         for number in range((crowds or {}).get(step, 0)):
             long = question(50 + number, 100, 420, xargs={"kv_eviction": "none"})
             crowd.append((step + 7, running.add(long, priority=9)))
@@ -156,3 +160,37 @@ def test_requests_with_one_prompt(running: SteppedEngine, oracle: Oracle) -> Non
     (again,) = running.run([more])
     assert again.num_cached_tokens <= len(said.prompt_token_ids) // SIZE * SIZE
     assert_changes_agree(running, oracle, [more], [again])
+
+
+def test_two_answers_to_one_request(
+    running: SteppedEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share the prompt's blocks; each is cut and restored by itself. vLLM returns one report.
+
+    With `top_k` 1 both are the greedy answer, which vLLM gives only once otherwise.
+    """
+    records, reports = running.scheduler.records, {}
+    close = records.close_report
+
+    def closed(request_id: str) -> dict[str, Any] | None:
+        reports[name_of(request_id)] = found = close(request_id)
+        return found
+
+    monkeypatch.setattr(records, "close_report", closed)
+    several = {"n": 2, "temperature": 1, "top_k": 1, "output_kind": RequestOutputKind.FINAL_ONLY}
+    asks = [ask(seed, METHODS[seed], 110, arrival=4 * seed) for seed in range(2)]
+    outputs = serve(running, asks, crowds={24: 2, 60: 2}, **several)
+    answers = [
+        SimpleNamespace(
+            request_id=f"{number}_{output.request_id}",
+            outputs=[answer],
+            kv_transfer_params={"kv_eviction": reports[f"{number}_{output.request_id}"]},
+        )
+        for output in outputs
+        for number, answer in enumerate(output.outputs)
+    ]
+    twice = [asked for asked in asks for _ in range(2)]
+    found = assert_changes_agree(running, oracle, twice, answers)
+    assert len(found) == 4
+    assert sum("pressure" in each for each in causes(answers)) >= 3
+    assert any("restored" in each for each in causes(answers))

@@ -34,6 +34,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
         pytest.param("preemption", "llava", {"image_size": 112}, marks=pytest.mark.nightly),
         pytest.param("text_of_a_hybrid", "qwen3_5", {"layers": 8}, marks=pytest.mark.nightly),
         ("images_and_windows", "exaone4_5", {"layers": 6, "image_size": 112}),
+        ("pressure", "llava", {"image_size": 112}),
     ],
 )
 def test_tokens_and_kept_positions_are_the_oracles(
@@ -110,6 +111,30 @@ def preemption(folder: Path) -> None:
 
     runner_v2.pretend_gpu_worker()
     test_preemption_in_a_small_pool(folder, Oracle(folder))
+
+
+def pressure(folder: Path) -> None:
+    """Rows that stay whole, that are cut while they decode, restored, and cut again."""
+    from oracle.emulation import Oracle
+    from tests.engine import test_pressure as pressed
+    from tests.engine.changes import assert_changes_agree, restore_soon
+    from tests.engine.running import engine
+
+    runner_v2.pretend_gpu_worker()
+    asks = [pressed.ask(seed, pressed.METHODS[seed], 48, arrival=seed) for seed in range(3)]
+    asks.append(pressed.ask(9, tokens=5))
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        engine(folder, pressed.SETTINGS, **pressed.OPTIONS) as running,
+    ):
+        restore_soon(monkeypatch)
+        assert type(running.worker.model_runner).__mro__[1].__name__ == "EvictingModelRunnerV2"
+        outputs = pressed.serve(running, asks, crowds={14: 2, 34: 2})
+        assert_changes_agree(running, Oracle(folder), asks, outputs)
+    *cut, whole = pressed.causes(outputs)
+    assert whole == []
+    assert sum(each[:2] == ["pressure", "restored"] for each in cut) >= 1
+    assert sum(each.count("pressure") >= 2 for each in cut) >= 1
 
 
 def text_of_a_hybrid(folder: Path) -> None:

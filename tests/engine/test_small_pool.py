@@ -239,27 +239,6 @@ def test_abort_in_every_phase(evicting: SteppedEngine, oracle: Oracle, phase: st
     assert_outputs_agree(evicting, oracle, [bystander], [finished[stays]])
 
 
-def test_a_request_keeps_the_same_alone_and_in_any_batch(evicting: SteppedEngine) -> None:
-    """Bit for bit: with other neighbours, chunks, hits and after a preemption."""
-    asks = [
-        question(60 + i, 30, 120 + 60 * i, xargs=budget(0.3, kv_eviction=method), max_tokens=30)
-        for i, method in enumerate(("tgv", "snapkv", "h2o", "prefixkv"))
-    ]
-    want = []
-    for ask in asks:
-        evicting.llm.reset_prefix_cache()
-        (output,) = evicting.run([ask])
-        want.append((output, evicting.kept(output.request_id, len(output.prompt_token_ids))))
-    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
-        names = {i: evicting.add(asks[i]) for i in order}
-        finished = evicting.drain()
-        for i, name in names.items():
-            alone, kept = want[i]
-            together = evicting.kept(name, len(alone.prompt_token_ids))
-            assert torch.equal(together, kept), asks[i].xargs
-            assert finished[name].outputs[0].token_ids == alone.outputs[0].token_ids
-
-
 def test_pause_sleep_and_wake_up(evicting: SteppedEngine, oracle: Oracle) -> None:
     """A paused engine continues; one whose cache was dropped computes it again.
 

@@ -8,6 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.scheduler.double import Double, Job, Setup
 from tests.scheduler.test_simulation import prompt, settings
+from vllm_tgvkv.blocks.admission import Prefill
 from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
 
 
@@ -41,6 +42,7 @@ def test_only_requests_that_are_not_admitted_wait_in_line(monkeypatch: pytest.Mo
         for number, name in enumerate(("running", "first", "second"))
     }
     requests["running"].status = RequestStatus.RUNNING
+    scheduler.manager.order.admit("running", Prefill(3))
     waiting: set[str] = set()
     monkeypatch.setattr(
         scheduler._chunk_limits,

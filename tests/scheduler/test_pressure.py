@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +194,35 @@ def test_nothing_is_cut_for_who_is_gone(ahead: bool) -> None:
         double.step()
     assert not totals(double).cuts
     double.run([])
+
+
+def test_growth_is_counted_request_by_request() -> None:
+    """Against the plain formula, with rows longer and shorter than what is known of a request."""
+    double = Double(setup(50))
+    counted, rng = double.scheduler.pressure, random.Random(0)
+    for _ in range(300):
+        near, requests = rng.randint(1, 40), []
+        for number in range(4):
+            prompt, said, more = rng.randint(1, 400), rng.randint(0, 90), rng.randint(1, 200)
+            one = SimpleNamespace(request_id=f"r{number}", num_prompt_tokens=prompt)
+            one.num_tokens, one.max_tokens = prompt + said, said + more
+            one.num_computed_tokens = one.num_tokens + rng.randint(-3, 2)
+            requests.append(one)
+        rows = {each.request_id: [0] * rng.randint(1, 130) for each in requests}
+
+        def growth(num_tokens: int, requests: Any = requests, rows: Any = rows) -> int:
+            total = 0
+            for each in requests:
+                longest = min(each.num_prompt_tokens + each.max_tokens, 512)
+                known = max(each.num_computed_tokens, each.num_tokens)
+                num_blocks = -(-min(known + num_tokens, longest) // SIZE)
+                total += max(num_blocks - len(rows[each.request_id]), 0)
+            return total
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(double.scheduler.manager, "req_to_blocks", rows)
+            found = counted._growth(requests, near)
+        assert (found.near, found.far, found.end) == (growth(near), growth(2 * near), growth(9999))
 
 
 # -- requests with one prompt -----------------------------------------------------------

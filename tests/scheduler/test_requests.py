@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
 import pytest
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from tests.scheduler.double import Double, Job, Setup
 
@@ -219,3 +221,22 @@ def test_a_ceiling_holds_for_prompts_that_are_too_short_for_a_budget(
         assert len(later) > 5
         assert {cut.blocks_after for cut in later} == {ceiling // SIZE}
         assert held["long"] <= (ceiling + 32) // SIZE + 1
+
+
+def test_blocks_of_a_running_request_are_vllms_number() -> None:
+    """Ours is found in a shorter way, which every running request takes in every step."""
+    double = Double(setup("schedule"))
+    for job in jobs()[:6]:
+        arrive(double, job)
+    num_compared = 0
+    for _ in range(30):
+        double.step()
+        manager = double.scheduler.manager
+        for name, num_tokens in itertools.product(double.running, (PROMPT, PROMPT + 40, 400)):
+            if manager.compressions[name].cut is None:
+                given = name, num_tokens, (), num_tokens, 0, num_tokens
+                found = manager.get_num_blocks_to_allocate(*given)
+                assert found == FullAttentionManager.get_num_blocks_to_allocate(manager, *given)
+                num_compared += 1
+    assert num_compared > 50
+    double.run([])

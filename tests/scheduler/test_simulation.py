@@ -381,16 +381,6 @@ def test_a_withdrawn_last_chunk_gives_its_fresh_blocks_back(
     assert withdrawn
 
 
-def test_an_answer_over_a_compressed_cache_is_nobodys_prefix() -> None:
-    double = Double(Setup(eviction=settings()))
-    first = Job("first", prompt(1, 100), 60, ((4, 80),))
-    double.run([first])
-    turns = (*first.prompt, *double.answers["first"], 3, 4)
-    second = Job("second", turns, 10, first.images, xargs={"kv_eviction": "none"})
-    double.run([second])
-    assert double.answers["second"] == double.worker.expected(second)
-
-
 def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> None:
     """The first outcome arrives after the second eviction, whose region may start equally."""
     setup = Setup(64, eviction=settings(budget="auto:0.9,min=0.1,max=1"), ahead=True)
@@ -409,22 +399,6 @@ def test_what_a_preemption_undid_takes_no_blocks_from_a_second_eviction() -> Non
     assert manager.compressions["r"].num_retained > 1
     double.run([])
     assert double.scheduler.records.counters.requests_evicted == 1
-
-
-def test_evictions_of_many_tokens_are_spread_over_steps() -> None:
-    """Twelve requests wait for the same token of their answers: 3 x 100 tokens fit a step."""
-    options = settings("streaming", 0.5, defer=8)
-    setup = Setup(128, eviction=options, chunk=200, max_model_len=160, prefix_caching=True)
-    double = Double(setup)
-    jobs = [Job(f"r{number}", prompt(1, 92), 40, ((4, 40),)) for number in range(12)]
-    double.arrive(jobs[0])
-    for _ in range(3):
-        double.step()
-    for job in jobs[1:]:  # their prompts are in the prefix cache, and end in one step
-        double.arrive(job)
-    double.run([])
-    assert double.worker.num_evictions == 12
-    assert double.worker.num_cut_together == 3
 
 
 def test_a_replay_does_not_take_its_prompt_whole_from_the_cache() -> None:

@@ -45,7 +45,7 @@ RULES_FILE = CONFIGS / "prometheus/rules/kv-eviction.yml"
 RULES = [rule for g in yaml.safe_load(RULES_FILE.read_text())["groups"] for rule in g["rules"]]
 ALERT_TESTS = sorted((ROOT / "tests/data/alerts").glob("*.yml"))
 RECORDED = ROOT / "tests/data/metrics.txt"
-"""`/metrics` of a server with eviction: curl -s localhost:8000/metrics > tests/data/metrics.txt"""
+"""`/metrics` of a server with eviction, of histograms the first bucket and the last."""
 
 START_SECONDS = 60
 SCRAPE_INTERVAL = "200ms"

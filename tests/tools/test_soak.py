@@ -14,12 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import openai
 import pytest
 from tqdm import tqdm
 
 from loadtests import soak as command
-from loadtests.mix import MIXES, make_cases
+from loadtests.mix import MIXES, make_cases, make_pressed_cases
 from loadtests.soak import EVICTING_ARM, STOCK_ARM, errors_in, parse, plans
 from loadtests.soak_report import write_report
 from loadtests.verdict import (
@@ -76,22 +78,48 @@ def test_every_round_of_traffic_has_every_request_once() -> None:
     assert {plan.is_streamed for plan in leaving} == {True, False}
 
 
-def test_traffic_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+class Failing(command.Client):
+    """A client whose every request fails in one way."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__("http://127.0.0.1", make_cases()[:2], EVICTING_ARM)
+        self.error, self.num_asked = error, 0
+
+    async def ask(self, plan: command.Plan, heard: list[Token], report: dict[str, Any]) -> bool:
+        self.num_asked += 1
+        if self.error is None:
+            await asyncio.Event().wait()
+        raise self.error or AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (openai.OpenAIError("nobody is there"), "OpenAIError: nobody is there"),
+        (httpx.ReadError("a stream broke off"), "ReadError: a stream broke off"),
+        (None, "no answer in 0.2 s"),
+    ],
+)
+def test_traffic_ends_with_the_server(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
+) -> None:
     """A few of 1000 requests fail, then no more are sent."""
     monkeypatch.setattr(command, "plans", lambda *args: itertools.islice(plans(*args), 1000))
-
-    class Unreachable(command.Client):
-        num_asked = 0
-
-        async def ask(self, plan: command.Plan, heard: list[Token], report: dict[str, Any]) -> bool:
-            self.num_asked += 1
-            raise openai.OpenAIError("nobody is there")
-
-    client = Unreachable("http://127.0.0.1", make_cases()[:2], command.EVICTING_ARM)
-    traffic = command.Traffic(client, [[], []], lambda: client.num_asked < 3, rate=1000)
+    monkeypatch.setattr(command, "ANSWER_SECONDS", 0.2)
+    client = Failing(error)
+    traffic = command.Traffic(client, [[], []], lambda: client.num_asked < 3, 1000, changes=True)
     asyncio.run(traffic.run(1800, tqdm(disable=True)))
-    assert {visit.ended for visit in traffic.visits} == {FAILED}
+    assert {(visit.ended, visit.error) for visit in traffic.visits} == {(FAILED, said)}
     assert 3 <= len(traffic.visits) < 50
+
+
+def test_under_pressure_each_third_of_the_time_has_the_same_rates() -> None:
+    """Or latencies of the first and the last could not be compared."""
+    traffic = command.Traffic(Failing(None), [], lambda: True, 2.0, changes=True)
+    rates = [traffic.rate_at(share) for share in np.linspace(0, 1, 300, endpoint=False)]
+    assert rates[:100] == rates[100:200] == rates[200:]
+    assert {min(rates), max(rates)} == {0.4, 6.0}
+    assert all(case.max_tokens == 160 and case.is_long for case in make_pressed_cases())
 
 
 # -- answers --------------------------------------------------------------------------------
@@ -220,6 +248,29 @@ def test_what_went_wrong_is_said(
     assert found.startswith(f"{EVICTING_ARM}: {said}")
     write_report(soak, tmp_path)
     assert f"**Failed:** {EVICTING_ARM}: {said}" in (tmp_path / "README.md").read_text()
+
+
+def test_a_soak_that_ended_early_fails(soak: Soak, tmp_path: Path) -> None:
+    """Its record is still reported."""
+    arm = soak.arms[EVICTING_ARM]
+    arm.left, arm.afterwards, arm.visits = {}, [], arm.visits[:5]
+    assert failures(soak) == [f"{EVICTING_ARM}: it ended before all was asked"]
+    write_report(soak, tmp_path)
+
+
+def test_under_pressure_requests_are_told_apart(soak: Soak, tmp_path: Path) -> None:
+    arm = soak.arms[EVICTING_ARM]
+    arm.command += " --kv-eviction-when pressure"
+    changes = {0: "pressure", 1: "restored", 2: "pressure", 3: "preempted"}
+    for number, state in changes.items():
+        arm.visits[number] = arm.visits[number]._replace(state=state, comparison=None)
+    assert failures(soak) == []
+    write_report(soak, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert f"| {len(arm.visits) - 4} | 2 | 1 | 1 | 0 |" in text
+    assert "**Passed:** every request that stayed whole was answered" in text
+    arm.visits[1] = arm.visits[1]._replace(state="pressure")
+    assert failures(soak) == [f"{EVICTING_ARM}: no request ended restored: the soak was too short"]
 
 
 def test_memory_and_latency_have_to_be_flat(soak: Soak) -> None:

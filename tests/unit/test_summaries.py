@@ -33,7 +33,6 @@ LAYERS, HEADS, GROUP, SIZE, HEAD_SIZE = 2, 2, 3, 16, 8
 PAIRS, SCALE = LAYERS * HEADS, HEAD_SIZE**-0.5
 LAYOUT = Layout(117, (Image(6, 20, (4, 5)), Image(26, 12, None), Image(50, 30, (5, 6))))
 NUM_FULL = LAYOUT.length // SIZE
-CANDIDATES = NUM_FULL * SIZE
 ROWS = num_rows(SIZE, HEAD_SIZE)
 
 

@@ -96,6 +96,8 @@ class EvictingManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._hashes_whole_blocks = self.block_size == self.block_pool.hash_block_size
+        """Whether the prefix cache has no parts of blocks, as in some hybrids."""
         self.compressions: dict[str, Compression] = {}
         self.order = PrefillOrder()
         self._admission: tuple[str, Prefill] | None = None
@@ -157,14 +159,20 @@ class EvictingManager(FullAttentionManager):
         includes the free blocks that earlier prefills need.
         """
         compression = self.compressions.get(request_id)
-        if apply_admission_cap and compression and compression.cut:
+        cut = compression.cut if compression else None
+        if cut is None and request_id in self.num_cached_block:
+            # It runs, and nothing is reserved: vLLM's number, without the way there, which every
+            # request would take in every step.
+            num_held = len(self.req_to_blocks[request_id])
+            return max(-(-num_tokens // self.block_size) - num_held, 0)
+        if apply_admission_cap and cut:
             # A request that waits for its answer has room for it, and for the fresh blocks.
-            num_tokens = max(num_tokens, compression.cut.at)
-        asked = (request_id, num_tokens, new_computed_blocks, *args)
+            num_tokens = max(num_tokens, cut.at)
+        kwargs["apply_admission_cap"] = apply_admission_cap
         num_blocks = super().get_num_blocks_to_allocate(
-            *asked, apply_admission_cap=apply_admission_cap, **kwargs
+            request_id, num_tokens, new_computed_blocks, *args, **kwargs
         )
-        if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
+        if compression and cut and (num_fresh := compression.num_to_reserve(num_tokens)):
             num_free = self.block_pool.get_num_free_blocks()
             if num_blocks <= num_free < num_blocks + num_fresh:
                 compression.deferred = True
@@ -174,7 +182,6 @@ class EvictingManager(FullAttentionManager):
         if not apply_admission_cap:
             return self._with_kept_free(request_id, num_blocks + self.order.needed())
         num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
-        cut = compression.cut if compression else None
         prefill = self._prefill(cut, num_tokens, num_shared)
         self._admission = request_id, prefill
         # The prompt gives blocks back before the tokens that follow it are computed again.
@@ -195,7 +202,8 @@ class EvictingManager(FullAttentionManager):
     ) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         compression = self.compressions.get(request_id)
-        if compression and (num_fresh := compression.num_to_reserve(num_tokens)):
+        cut = compression.cut if compression else None
+        if compression and cut and (num_fresh := compression.num_to_reserve(num_tokens)):
             compression.reserved = tuple(self.block_pool.get_new_blocks(num_fresh))
         if self._admission and self._admission[0] == request_id:
             self.order.admit(*self._admission)
@@ -247,11 +255,6 @@ class EvictingManager(FullAttentionManager):
         compression = self.compressions.get(request_id)
         return compression is not None and compression.swapped
 
-    def was_cut(self, request_id: str) -> bool:
-        """Return whether the keys of the request's answer depend on what a cut kept."""
-        compression = self.compressions.get(request_id)
-        return compression is not None and compression.was_cut
-
     # -- under pressure -----------------------------------------------------------------
 
     def plan_cut(self, request: Request, cut: Cut) -> None:
@@ -261,19 +264,22 @@ class EvictingManager(FullAttentionManager):
         compression = self.compressions[request.request_id]
         compression.reserved, compression.may_be_restored = tuple(fresh), True
 
-    def num_freed(self, request_id: str, cut: Cut) -> float:
-        """Return the blocks that the pool gains by a cut.
+    def num_given_back(self, request_id: str, num_replaced: int) -> float:
+        """Return the blocks that the pool gains by a cut, fresh ones not deducted.
 
         Of blocks that n requests share, each frees a part of 1 / n: once all are cut, they are
         free. Only first blocks are shared.
+
+        Args:
+            num_replaced: full blocks of the prompt.
         """
-        compression = self.compressions[request_id]
+        compression, blocks = self.compressions[request_id], self.req_to_blocks[request_id]
         if compression.swapped:
-            return compression.num_retained - cut.num_retained
-        blocks = self.req_to_blocks[request_id][: cut.num_replaced]
-        num_shared = bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)
-        of_shared = num_shared / blocks[num_shared - 1].ref_cnt if num_shared else 0
-        return len(blocks) - num_shared + of_shared - cut.num_retained
+            return compression.num_retained
+        if blocks[0].ref_cnt <= 1:
+            return num_replaced
+        alone = bisect_left(blocks, True, hi=num_replaced, key=lambda block: block.ref_cnt <= 1)
+        return num_replaced - alone + alone / blocks[alone - 1].ref_cnt
 
     def num_to_restore(self, request_id: str) -> int | None:
         """Return the free blocks that it takes to give a request its whole prompt back, net.
@@ -377,11 +383,15 @@ class EvictingManager(FullAttentionManager):
 
     # -- overridden life cycle of a request ---------------------------------------------
 
-    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        request_id, num_full = request.request_id, num_tokens // self.block_size
+        if self._hashes_whole_blocks and num_full <= self.num_cached_block.get(request_id, 0):
+            return  # no more blocks are full than before, as in most steps
         # Keys decoded after an eviction depend on what was kept, so these blocks must never
         # serve as another request's prefix.
-        if not self.was_cut(request.request_id):
-            super().cache_blocks(request, *args, **kwargs)
+        compression = self.compressions.get(request_id)
+        if compression is None or not compression.was_cut:
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
@@ -424,11 +434,11 @@ class OtherLayersManager:
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         # What follows an eviction depends on what was kept, in all layers.
-        if self.evicting.was_cut(request.request_id):
+        compression = self.evicting.compressions.get(request.request_id)
+        if compression and compression.was_cut:
             return
         # Of windows and states vLLM caches only what the same prompt would hit again: its end. Ours
         # ends a hit where rows vote.
-        compression = self.evicting.compressions.get(request.request_id)
         if compression and compression.num_reusable:
             ends = (*kwargs["replay_boundaries"], compression.num_reusable)
             kwargs = {**kwargs, "replay_boundaries": ends}

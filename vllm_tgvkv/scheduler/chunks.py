@@ -46,7 +46,17 @@ class ChunkLimits:
         Requests that are not admitted yet wait behind one that has to wait, so that it is not
         overtaken for ever: vLLM 0.32 asks no further, 0.33 does.
         """
-        is_admitted = request.status == RequestStatus.RUNNING
+        is_admitted = request.status is RequestStatus.RUNNING
+        if (
+            is_admitted
+            and (
+                candidate is None
+                or candidate.next_at is None
+                or candidate.votes_after(start + num_new)
+            )
+            and request.request_id not in self._manager.order.prefills
+        ):
+            return num_new  # most requests in most steps
         if num_new == 0 or (self._queue_waits and not is_admitted):
             return 0
         num_new = self._limit(request, candidate, start, num_new)

@@ -9,9 +9,11 @@ never waits for memory, and nothing is done in steps without one.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
@@ -50,20 +52,33 @@ class _Growth:
     """Until they end, if no answer stops by itself."""
 
 
-@dataclass(frozen=True)
-class _Option:
-    """A cut that may be made; options are ordered, the one with the least loss first."""
+class _Shrinkable(NamedTuple):
+    """A request that decodes and may be cut further."""
 
-    share: float
-    """Part of the prompt that it leaves."""
-    num_freed: float
-    arrival: float
     request: Request
-    cut: Cut
+    candidate: Candidate
+    num_held: int
+    """Blocks that hold its prompt now."""
+    num_full: int
+    """Full blocks of its prompt."""
 
     @property
-    def rank(self) -> tuple[float, float, float]:
-        return -self.share, -self.num_freed, self.arrival
+    def at(self) -> int:
+        """Tokens that are computed when a cut which is decided now is made."""
+        return self.request.num_computed_tokens + self.candidate.num_votes
+
+
+class _Option(NamedTuple):
+    """A cut that may be made; options are ordered, the one with the least loss first."""
+
+    loss: float
+    """Part of the prompt that it leaves, negative."""
+    not_freed: float
+    """Blocks that it frees, negative."""
+    arrival: float
+    number: int
+    """Of its request, among those that may be cut."""
+    num_retained: int
 
 
 class Pressure:
@@ -166,11 +181,9 @@ class Pressure:
             return 0
         return cdiv(self._longest(first), self._manager.block_size) + self._manager.others.most
 
-    def _fresh_blocks(
-        self, shrinkable: Iterable[tuple[Request, Candidate]], first: Request | None
-    ) -> int:
+    def _fresh_blocks(self, shrinkable: Iterable[_Shrinkable], first: Request | None) -> int:
         """Return the fresh blocks of one cut: of a running request, or of the one that waits."""
-        least = min((candidate.stages[-1] for _, candidate in shrinkable), default=0)
+        least = min((each.candidate.stages[-1] for each in shrinkable), default=0)
         waits = self._candidates.get(first.request_id) if first is not None else None
         return max(least, waits.stages[-1]) if waits is not None and waits.stages else least
 
@@ -183,12 +196,20 @@ class Pressure:
     def _growth(self, running: Sequence[Request], num_near: int) -> _Growth:
         rows, size = self._manager.req_to_blocks, self._manager.block_size
         near = far = end = 0
-        for request in running:
-            num_blocks, longest = len(rows[request.request_id]), self._longest(request)
-            num_known = max(request.num_computed_tokens, request.num_tokens)
-            near += max(-(-min(num_known + num_near, longest) // size) - num_blocks, 0)
-            far += max(-(-min(num_known + 2 * num_near, longest) // size) - num_blocks, 0)
-            end += max(-(-longest // size) - num_blocks, 0)
+        for request in running:  # in every step while memory is short, so without calls
+            num_known = request.num_tokens
+            if request.num_computed_tokens > num_known:
+                num_known = request.num_computed_tokens
+            num_left = request.num_prompt_tokens + request.max_tokens - num_known
+            if num_left > self._max_model_len - num_known:
+                num_left = self._max_model_len - num_known
+            num_room = len(rows[request.request_id]) * size - num_known
+            if num_left > num_room:
+                end += -((num_room - num_left) // size)
+                if num_room < 2 * num_near:
+                    far += -((num_room - min(num_left, 2 * num_near)) // size)
+                    if num_room < num_near:
+                        near += -((num_room - min(num_left, num_near)) // size)
         return _Growth(near, far, end)
 
     def _refused_blocks(self, waiting: Iterable[Request], num_running: int) -> int:
@@ -202,7 +223,8 @@ class Pressure:
             return 0
         refused, num_blocks = manager.refused
         num_tokens, total = _CUT_STEPS * self._step_tokens, manager.others.most
-        for request in islice(waiting, min(self._max_running - num_running, _MOST_TOGETHER)):
+        most = min(self._max_running - num_running, _MOST_TOGETHER)
+        for request in itertools.islice(waiting, most):
             num_tokens -= request.num_tokens
             if request.request_id == refused:
                 total += num_blocks
@@ -214,62 +236,59 @@ class Pressure:
 
     # -- cuts ---------------------------------------------------------------------------
 
-    def _shrinkable(self, running: Sequence[Request]) -> Iterator[tuple[Request, Candidate]]:
+    def _shrinkable(self, running: Sequence[Request]) -> Iterator[_Shrinkable]:
         """Yield the requests that decode and may be cut further."""
+        size, compressions = self._manager.block_size, self._manager.compressions
         for request in running:
             candidate = self._candidates.get(request.request_id)
             if candidate is None or not candidate.stages or candidate.cut is not None:
                 continue
-            if request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1):
+            num_computed, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
+            if num_computed < num_prompt or num_computed < request.num_tokens - 1:
                 continue
-            compression = self._manager.compressions[request.request_id]
-            held = compression.num_retained or candidate.stages[0] + 1
-            at = request.num_computed_tokens + candidate.num_votes
-            if candidate.stages[-1] < held and at + 1 < candidate.cuts.longest:
-                yield request, candidate
+            num_full = num_prompt // size
+            num_held = compressions[request.request_id].num_retained or num_full
+            if candidate.stages[-1] < num_held:
+                found = _Shrinkable(request, candidate, num_held, num_full)
+                if found.at + 1 < candidate.cuts.longest:
+                    yield found
 
-    def _decide(
-        self, shrinkable: Sequence[tuple[Request, Candidate]], wanted: float, num_free: int
-    ) -> None:
+    def _decide(self, shrinkable: Sequence[_Shrinkable], wanted: float, num_free: int) -> None:
         """Decide cuts that free `wanted` blocks, with at most `num_free` fresh ones.
 
         All requests are cut to the first stage before one is cut to the second; among those of a
         stage the one that frees most comes first. Where there is no room for the fresh blocks of a
         stage, a lower one takes its place, which needs fewer.
         """
-        options = sorted(self._options(shrinkable), key=lambda option: option.rank)
-        chosen: dict[str, _Option] = {}
-        for option in options:
+        chosen: dict[int, _Option] = {}
+        for option in heapq.merge(*itertools.starmap(self._options, enumerate(shrinkable))):
             if wanted <= 0:
                 break
-            name = option.request.request_id
-            wanted -= option.num_freed - (chosen[name].num_freed if name in chosen else 0)
-            chosen[name] = option
+            before = chosen.get(option.number)
+            wanted += option.not_freed - (before.not_freed if before else 0)
+            chosen[option.number] = option
         num_rows = self._query_rows.num_free
-        for name, option in chosen.items():
-            lower = (o for o in options if o.request is option.request and o.share <= option.share)
-            fitting = next((each for each in lower if each.cut.num_retained <= num_free), None)
-            num_stored = self._candidates[name].num_stored
-            if fitting is None or num_stored > num_rows:
+        for number, option in chosen.items():
+            request, candidate, _, num_full = each = shrinkable[number]
+            lower = (k for k in candidate.stages if k <= option.num_retained)
+            fitting = next((k for k in lower if k <= num_free), None)
+            if fitting is None or candidate.num_stored > num_rows:
                 continue
-            num_rows -= num_stored
-            num_free -= fitting.cut.num_retained
-            self._manager.plan_cut(fitting.request, fitting.cut)
-            self._candidates[name].cut = fitting.cut
-            self._query_rows.give_back([name])  # of a choice that will not be made
-            self._due[name] = fitting.num_freed + fitting.cut.num_retained
+            num_rows -= candidate.num_stored
+            num_free -= fitting
+            candidate.cut = Cut(each.at, fitting, num_full)
+            self._manager.plan_cut(request, candidate.cut)
+            self._query_rows.give_back([request.request_id])  # of a choice that will not be made
+            self._due[request.request_id] = option.num_retained - option.not_freed
 
-    def _options(self, shrinkable: Iterable[tuple[Request, Candidate]]) -> Iterator[_Option]:
-        manager = self._manager
-        for request, candidate in shrinkable:
-            name, num_full = request.request_id, request.num_prompt_tokens // manager.block_size
-            held = manager.compressions[name].num_retained or num_full
-            at = request.num_computed_tokens + candidate.num_votes
-            for num_retained in candidate.stages:
-                cut = Cut(at, num_retained, num_full)
-                if num_retained < held and (num_freed := manager.num_freed(name, cut)) > 0:
-                    share = num_retained / num_full
-                    yield _Option(share, num_freed, request.arrival_time, request, cut)
+    def _options(self, number: int, each: _Shrinkable) -> Iterator[_Option]:
+        """Yield the cuts of a request that free blocks, in order."""
+        request = each.request
+        num_given_back = self._manager.num_given_back(request.request_id, each.num_full)
+        for num_retained in each.candidate.stages:
+            if num_retained < min(each.num_held, num_given_back):
+                loss, not_freed = -num_retained / each.num_full, num_retained - num_given_back
+                yield _Option(loss, not_freed, request.arrival_time, number, num_retained)
 
     # -- restoring ----------------------------------------------------------------------
 

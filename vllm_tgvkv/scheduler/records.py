@@ -20,7 +20,14 @@ from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.metrics import LAYERS, STATES, MetricsBuffer
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Outcome
-from vllm_tgvkv.shared.report import Cause, CutReport, EvictionReport, MemoryReport, RecallReport
+from vllm_tgvkv.shared.report import (
+    Cause,
+    CutCause,
+    CutReport,
+    EvictionReport,
+    MemoryReport,
+    RecallReport,
+)
 
 logger = init_logger("vllm.tgvkv")
 
@@ -91,7 +98,7 @@ class Records:
         num_tokens, options = request.num_prompt_tokens, candidate.options
         num_answer = cut.at - num_tokens
         num_after = cdiv(cut.at, self._manager.block_size) - cut.num_replaced + num_retained
-        cause: Cause = "first" if is_first else "later"
+        cause: CutCause = "first" if is_first else "later"
         if options.when == "pressure":
             cause = "pressure"
         self.counters.cut(options.policy, cause)

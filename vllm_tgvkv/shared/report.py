@@ -9,10 +9,13 @@ from typing import Any, Literal
 from vllm_tgvkv.shared.cuts import When
 from vllm_tgvkv.shared.plan import Outcome, sums
 
-Cause = Literal["first", "later", "pressure", "restored", "preempted"]
-"""Why a request's cache changed: an eviction at a known token, the first one or a later one; one
-because memory was short; the whole prompt came back; or a preemption undid evictions under
-pressure, so that prompt and answer are computed again, whole."""
+CutCause = Literal["first", "later", "pressure"]
+"""Why a request's cache was cut: at a known token, the first one or a later one, or because memory
+was short."""
+
+Cause = CutCause | Literal["restored", "preempted"]
+"""Why a request's cache changed: a cut; the whole prompt came back; or a preemption undid cuts
+under pressure, so that prompt and answer are computed again, whole."""
 
 
 @dataclass

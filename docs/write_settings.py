@@ -10,11 +10,17 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from vllm_tgvkv.config.recall import RecallOptions
 from vllm_tgvkv.config.server import DebugOptions, DecodeOptions, EvictionConfig
 from vllm_tgvkv.config.settings import Setting, settings_of
 
 PAGE = Path(__file__).with_name("settings.md")
-TABLES = {"settings": EvictionConfig, "decode": DecodeOptions, "debug": DebugOptions}
+TABLES = {
+    "settings": EvictionConfig,
+    "decode": DecodeOptions,
+    "recall": RecallOptions,
+    "debug": DebugOptions,
+}
 
 
 def filled(text: str, by_table: Mapping[str, str]) -> str:

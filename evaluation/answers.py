@@ -36,6 +36,10 @@ class Answer:
     right_tokens: int = 0
     """Tokens of the right answer, its end included; 0 where they were not recorded."""
     cuts: tuple[Cut, ...] = ()
+    sketch_blocks: int = 0
+    """Part of `blocks_after` that holds a sketch, for recall."""
+    recalled: tuple[float, ...] = ()
+    """Tokens that each choice brought back, mean over layers and heads."""
 
     @property
     def key(self) -> Key:
@@ -50,6 +54,15 @@ class Answer:
     def blocks_held(self) -> float:
         """Return the share of the prompt's blocks held while decoding."""
         return self.blocks_after / self.blocks_before
+
+    def said_of(self, full: Answer) -> float:
+        """Return the share of the full cache's right tokens that are right here as well.
+
+        Both were given the right answer token by token.
+        """
+        pairs = zip(self.hits[:-1], full.hits[:-1], strict=True)
+        said = [mine == "1" for mine, wanted in pairs if wanted == "1"]
+        return sum(said) / max(len(said), 1)
 
     @property
     def share(self) -> float:
@@ -81,7 +94,8 @@ class AnswerLog:
             self.path.write_text(whole + newline, encoding="utf-8")
         for line in whole.splitlines():
             values: dict[str, Any] = json.loads(line)
-            yield Answer(**{**values, "cuts": tuple(map(tuple, values.get("cuts", ())))})
+            values["cuts"] = tuple(map(tuple, values.get("cuts", ())))
+            yield Answer(**{**values, "recalled": tuple(values.get("recalled", ()))})
 
     def __enter__(self) -> AnswerLog:
         return self

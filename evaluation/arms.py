@@ -151,6 +151,17 @@ def crossed(
     )
 
 
+def recalling(
+    method: str, budgets: Sequence[float], every: int = 8, sketch: int = 2, wait: int = 4
+) -> tuple[Arm, ...]:
+    """Return a method at every budget whose evicted tokens may come back."""
+    recall = (("every", every), ("sketch", sketch))
+    return tuple(
+        Arm(method, budget, (("defer", wait),), MIXES.get(method), recall=recall)
+        for budget in budgets
+    )
+
+
 def paired(first: Sequence[Arm], second: Sequence[Arm]) -> tuple[Pair, ...]:
     return tuple(zip(first, second, strict=True))
 
@@ -179,9 +190,15 @@ def eviction_settings(arms: Iterable[Arm]) -> dict[str, Any]:
     """Return the eviction configuration of an engine that answers for these arms.
 
     Raises:
-        EvictionConfigError: for arms with different gates, of which an engine has one folder.
+        EvictionConfigError: for arms with different gates or recall, of which an engine has one.
     """
     arms = tuple(arms)
+    recalls = {arm.recall for arm in arms if arm != FULL}
+    if len(recalls) > 1:
+        raise EvictionConfigError(
+            f"an engine has one setting of recall, and the arms name {len(recalls)}: start an "
+            "engine for each"
+        )
     folders = sorted({arm.gates for arm in arms} - {""})
     if len(folders) > 1:
         raise EvictionConfigError(
@@ -195,20 +212,33 @@ def eviction_settings(arms: Iterable[Arm]) -> dict[str, Any]:
     }
     if folders:
         settings["gates"] = str(ROOT / folders[0])
+    if recall := dict(max(recalls, default=())):
+        settings |= {"policy": "reach", "when": "always", "recall": recall}
     # They need positions of kept tokens, which other engines do not store.
     if any(arm.has_schedule or arm.has_ceiling for arm in arms):
         settings["decode"] = {"on_request": True}
     return settings
 
 
-def by_gates(arms: Iterable[Arm]) -> dict[str, tuple[Arm, ...]]:
-    """Return for each folder of gates the arms that an engine with it answers for.
+def by_engine(arms: Iterable[Arm]) -> list[tuple[Arm, ...]]:
+    """Return the arms of each engine: one for each folder of gates, and for each kind of recall.
 
-    Arms without gates are in all; if no arm has gates, there is one engine without, "".
+    Arms without gates are in all with gates; if no arm has gates, there is one engine without. The
+    full cache is in all.
     """
     arms = tuple(dict.fromkeys(arms))
     folders = dict.fromkeys(arm.gates for arm in arms if arm.gates) or {"": None}
-    return {folder: tuple(arm for arm in arms if arm.gates in ("", folder)) for folder in folders}
+    recalls = dict.fromkeys(arm.recall for arm in arms if arm != FULL) or {(): None}
+    found = [
+        tuple(
+            arm
+            for arm in arms
+            if arm == FULL or (arm.gates in ("", folder) and arm.recall == recall)
+        )
+        for recall in recalls
+        for folder in (folders if not recall else ("",))
+    ]
+    return [each for each in found if each]
 
 
 def check(arms: Iterable[Arm], has_images: bool = False) -> None:

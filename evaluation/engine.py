@@ -62,6 +62,16 @@ class Asked:
     example: TextExample
     pieces: tuple[str, ...]
     """Texts of the right answer's tokens."""
+    forced: tuple[int, ...] = ()
+    """These tokens, if they are given one by one."""
+
+    def _hits(self, completion: Any) -> str:
+        """Return a digit for each token of the right answer, and one for its end."""
+        if not self.forced:
+            return self.example.hits(completion.text, self.pieces)
+        best = (max(step.items(), key=lambda item: item[1].logprob) for step in completion.logprobs)
+        said = [token == forced for (token, _), forced in zip(best, self.forced, strict=True)]
+        return "".join("01"[each] for each in (*said, all(said)))
 
     def answer(self, output: Any) -> Answer:
         """Return the answer of a finished request.
@@ -83,13 +93,15 @@ class Asked:
             number=self.number,
             arm=identity(self.arm),
             text=completion.text,
-            hits=self.example.hits(completion.text, self.pieces),
+            hits=self._hits(completion),
             prompt_tokens=tokens,
             # A prompt that was not evicted is held whole.
             kept_tokens=tokens if after is None else report["kept_tokens"],
             blocks_before=before,
             blocks_after=before if after is None else after,
             right_tokens=len(self.pieces) + 1,
+            sketch_blocks=report["sketch_blocks"],
+            recalled=tuple(each["recalled_tokens"] for each in report["recalls"]),
             cuts=tuple(
                 (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
                 for cut in report["cuts"]
@@ -126,6 +138,8 @@ class LanguageEngine(LocalEngine):
         self, folder: Path, settings: Settings, arms: Sequence[Arm], **options: Any
     ) -> None:
         """Start the engine with the model in a folder, and further options of `LLM`."""
+        from evaluation.forced import Forced
+
         self.settings = settings
         with patch.dict(os.environ):
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace the size below
@@ -140,6 +154,7 @@ class LanguageEngine(LocalEngine):
                 seed=settings.seed,
                 enable_prefix_caching=True,
                 kv_cache_memory_bytes=settings.cache_gib << 30,
+                logits_processors=[Forced],
                 **options,
             )
         self._tokenizer = self.llm.get_tokenizer()
@@ -163,17 +178,22 @@ class LanguageEngine(LocalEngine):
     def _requests(self, work: Sequence[tuple[Any, Arm]]) -> Iterator[Request[Asked]]:
         from vllm import SamplingParams
 
+        from evaluation.forced import FORCED
+
         for question, same in groupby(work, key=lambda item: item[0]):
             example, given = self.example(question)
             (prompt,) = self._rendered(given)
-            pieces = tuple(self._tokenizer.decode([i]) for i in self._encode(example.answer))
+            ids = tuple(self._encode(example.answer))
+            pieces = tuple(self._tokenizer.decode([i]) for i in ids)
+            forced = ids if question.task.forced else ()
+            # Raw log-probabilities say what the model would have said.
+            more: dict[str, Any] = {"max_tokens": len(ids) + SPARE_TOKENS}
+            if forced:
+                more = {"max_tokens": len(ids), "ignore_eos": True, "logprobs": 1}
             for _, arm in same:
-                asked = Asked(question.task.name, question.number, arm, example, pieces)
-                sampling = SamplingParams(
-                    temperature=0,
-                    max_tokens=len(pieces) + SPARE_TOKENS,
-                    extra_args={**arm.xargs, "kv_eviction_report": 1},
-                )
+                asked = Asked(question.task.name, question.number, arm, example, pieces, forced)
+                xargs = {**arm.xargs, "kv_eviction_report": 1, FORCED: list(forced)}
+                sampling = SamplingParams(temperature=0, extra_args=xargs, **more)
                 name = f"{question.task.name}/{question.number}/{arm.key}"
                 yield Request(name, asked, prompt, sampling)
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from evaluation import results
 from evaluation.answers import AnswerLog
-from evaluation.arms import FULL, ROOT, Arm, by_gates, check
+from evaluation.arms import FULL, ROOT, Arm, by_engine, check
 from evaluation.engine import Settings
 from evaluation.parts import Part, Task
 from evaluation.results import PartResult
@@ -92,9 +92,9 @@ class Run:
             EvictionConfigError: if this version of the plugin does not know an arm.
         """
         self.field, self.parts, self.log, self.first = field, parts, log, first
-        self.engines = by_gates(arm for part in parts.values() for arm in part.arms)
-        """Arms of each engine, by its folder of gates."""
-        for arms in self.engines.values():
+        self.engines = by_engine(arm for part in parts.values() for arm in part.arms)
+        """Arms of each engine."""
+        for arms in self.engines:
             check(arms, field.has_images)
         self._engine: Any = None
         self._arms: tuple[Arm, ...] = ()
@@ -113,7 +113,7 @@ class Run:
 
         Of each group of questions the full cache comes first, then the arms.
         """
-        for engine in sorted(self.engines.values(), key=lambda arms: arms != self._arms):
+        for engine in sorted(self.engines, key=lambda arms: arms != self._arms):
             for task, questions, arms in part.work:
                 began, before = time.monotonic(), len(self.log)
                 size = max(1, int(CACHE_SHARE * self.field.settings.cache_tokens / task.tokens))

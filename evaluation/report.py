@@ -74,6 +74,10 @@ def _part(result: PartResult) -> Iterator[Block]:
     )
     if not result.cells:
         return
+    forced = [cell for cell in result.cells if cell.said is not None]
+    if forced:
+        yield _forced_table(forced, letters)
+        return
     yield _cells_table(result.cells, letters)
     told = [claim for claim in result.comparisons if claim.p_holm < LEVEL]
     others = len(result.comparisons) - len(told)
@@ -107,6 +111,31 @@ def _cells_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
             ]
         )
     header = ["arm", "budget", "held", "decoding", *letters.values(), "all", "before a mistake"]
+    return Table(header, rows)
+
+
+def _forced_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
+    """Return a row for each arm and budget: the share of the full cache's tokens by task."""
+    rows = []
+    for label, budget in dict.fromkeys((cell.label, cell.budget) for cell in cells):
+        mine = {c.task: c for c in cells if (c.label, c.budget) == (label, budget)}
+        held, sketch, recalled = (
+            _mean([(cell.questions, getattr(cell, name)) for cell in mine.values()])
+            for name in ("blocks_held", "sketch_held", "recalled")
+        )
+        shares = [mine[task].said if task in mine else None for task in letters]
+        rows.append(
+            [
+                f"`{label}`",
+                percent(budget),
+                percent(held),
+                percent(sketch) if sketch else "",
+                f"{100 * recalled:.1f} %" if recalled else "",
+                *("" if share is None else f"{100 * share.mean:.0f} %" for share in shares),
+                percent(_mean([(c.questions, c.said and c.said.mean) for c in mine.values()])),
+            ]
+        )
+    header = ["arm", "budget", "held", "sketch", "come back", *letters.values(), "all"]
     return Table(header, rows)
 
 

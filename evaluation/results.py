@@ -67,6 +67,13 @@ class Cell:
     decoding_held: float | None
     """Blocks held while a right answer is decoded, as a share of the full cache's; mean over the
     answers. None if it was not recorded; see `memory`."""
+    said: Estimate | None = None
+    """Where the answers were forced: of the tokens that the full cache says, the share that the arm
+    says. Then all questions count, and `share` is of no use."""
+    sketch_held: float = 0.0
+    """Part of `blocks_held` that holds sketches."""
+    recalled: float = 0.0
+    """Share of the prompt that a choice brings back, mean over choices and answers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,8 @@ class PartResult:
 
 def counted(part: Part, log: AnswerLog, task: Task, numbers: Sequence[int]) -> list[int]:
     """Return the numbers of the questions that the full cache answers right, or of all."""
-    return [n for n in numbers if part.counts_all or log[task.name, n, FULL].is_exact]
+    counts_all = part.counts_all or task.forced
+    return [n for n in numbers if counts_all or log[task.name, n, FULL].is_exact]
 
 
 def part_result(part: Part, log: AnswerLog, facts: dict[str, Any], first: int = 0) -> PartResult:
@@ -117,8 +125,13 @@ def part_result(part: Part, log: AnswerLog, facts: dict[str, Any], first: int = 
         full = [log[task.name, n, FULL] for n in range(first, first + questions)]
         tasks.append(_task_result(task, full, split_of(first)))
         for arm in arms[1:]:
-            answers = [log[task.name, n, arm] for n in numbers(task, arm)]
-            cells.append(_cell(task, arm, answers, facts["settings"]["block_size"]))
+            asked = numbers(task, arm)
+            answers = [log[task.name, n, arm] for n in asked]
+            cell = _cell(task, arm, answers, facts["settings"]["block_size"])
+            if task.forced:
+                full_ones = [log[task.name, n, FULL] for n in asked]
+                cell = replace(cell, said=_said(answers, full_ones))
+            cells.append(cell)
     for pair in part.pairs:
         answered = [
             tuple(log[task.name, n, arm] for arm in pair)
@@ -160,7 +173,13 @@ def _cell(task: Task, arm: Arm, answers: Sequence[Answer], block_size: int) -> C
         share=bootstrap([answer.share for answer in answers]),
         blocks_held=_mean([answer.blocks_held for answer in answers]),
         decoding_held=_decoding_held(arm, answers, block_size),
+        sketch_held=_mean([answer.sketch_blocks / answer.blocks_before for answer in answers]),
+        recalled=_mean([n / each.prompt_tokens for each in answers for n in each.recalled]),
     )
+
+
+def _said(answers: Sequence[Answer], full: Sequence[Answer]) -> Estimate:
+    return bootstrap([one.said_of(other) for one, other in zip(answers, full, strict=True)])
 
 
 def _decoding_held(arm: Arm, answers: Sequence[Answer], block_size: int) -> float | None:

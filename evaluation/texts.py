@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evaluation.arms import FULL, REACH, ROOT, Arm, arm, crossed, paired
+from evaluation.arms import FULL, REACH, ROOT, Arm, arm, crossed, paired, recalling
 from evaluation.engine import Settings, TextEngine
 from evaluation.field import Field
 from evaluation.parts import Cells, Part, Task, replacing
 from measure.arm import CEILING
 from measure.smollm import INSTALL, PACKAGE
-from measure.text_tasks import Haystack, TextQuestion, TextTask
+from measure.text_tasks import Haystack, Kind, TextQuestion, TextTask
 
 DEFAULT = "reach"
 """The method that is recommended."""
@@ -173,6 +173,22 @@ _PROTECTED = tuple(
     for protect in ("system", "none")
 )
 
+
+def _forced(kind: Kind, haystack: Haystack, keys: int) -> TextTask:
+    return TextTask(kind, haystack, 1024, keys, forced=True)
+
+
+SEVERAL_PLACES = (
+    _forced("passages", "prose", 2),
+    _forced("passages", "prose", 3),
+    _forced("numbers", "noise", 6),
+    _forced("copy", "prose", 20),
+    _forced("table", "prose", 12),
+    _forced("aloud", "prose", 200),
+)
+ONE_PLACE = (_forced("number", "prose", 4), _forced("passage", "noise", 1))
+_RECALLING = recalling(DEFAULT, (0.1, 0.05))
+
 PARTS = {
     "methods": _METHODS,
     "default": _DEFAULT,
@@ -240,6 +256,45 @@ PARTS = {
             for pair in paired(arms, ceilings((other,)))
         ),
         counts_all=True,
+    ),
+    "recall": Part(
+        "Answers that read from several places",
+        "The right answer is given token by token, and each next token is asked for. Of the tokens "
+        "that the full cache would say, the table has the share that each arm would say. "
+        "`streaming`, which keeps the last tokens, is the floor: what the answer's own words tell. "
+        "With `every` and `sketch`, [what was evicted comes back](../../recall.md). *Held* has the "
+        "sketch, which is beside the budget; *come back* is the share of the prompt that a choice "
+        "brings back. The tier holds the whole prompt.",
+        (
+            Cells(
+                (*SEVERAL_PLACES, *ONE_PLACE),
+                (
+                    *_RECALLING,
+                    *crossed((DEFAULT,), (0.2, 0.1, 0.05), (WAIT,)),
+                    *crossed(("streaming",), (0.1, 0.05), (WAIT,)),
+                ),
+                102,
+            ),
+        ),
+    ),
+    "sketches": Part(
+        "How often, and from how few bits",
+        "As above, on two of its tasks.",
+        (
+            Cells(
+                (SEVERAL_PLACES[1], SEVERAL_PLACES[2]),
+                tuple(
+                    arm
+                    for every, sketch in (
+                        *((every, 2) for every in (1, 4, 8, 16)),
+                        *((8, sketch) for sketch in (1, 4, 8)),
+                        *((4, sketch) for sketch in (1, 4, 8)),
+                    )
+                    for arm in recalling(DEFAULT, (0.1,), every, sketch)
+                ),
+                40,
+            ),
+        ),
     ),
     "summaries": summaries(
         "There is no vision, so a block of summaries, of text, takes the place of one of tokens.",

@@ -18,6 +18,11 @@ _MOST_MOVED = 0.25
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return a view whose elements can be copied and indexed: some floats of 8 bits cannot."""
+    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+
+
 def slots_of_positions(
     positions: Tensor, offsets: Tensor, old_blocks: Tensor, num_pairs: int
 ) -> Tensor:
@@ -90,7 +95,7 @@ def copy_kept(
 
         triton_copy.copy_kept(key_pages, value_pages, sources, offsets, new_blocks, pairs)
         return
-    pools = [pool.view(_INTEGER_OF_SIZE[pool.element_size()]) for pool in (key_pages, value_pages)]
+    pools = [as_integers(pool) for pool in (key_pages, value_pages)]
     token_bytes = max(pool.shape[2] * pool.element_size() for pool in pools)
     slots = torch.arange(block_size, device=sources.device)
     # Each token also needs four int64 of addresses.

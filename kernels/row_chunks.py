@@ -14,6 +14,9 @@ from vllm_tgvkv.kernels.statistics import (
     THRESHOLD,
     FirstPass,
     ObservedAttention,
+    ObservedRows,
+    Scratch,
+    Statistic,
 )
 
 _FLOAT_BYTES = 4
@@ -278,3 +281,35 @@ def _bfloat16_products(enabled: bool) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = before
+
+
+class _OwnKeysAttention(TorchAttention):
+    """Statistics over keys that lie side by side, float32 `[H, P, D]` in place of the pool."""
+
+    def _key_chunks(self, layer: int) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self._rows.pool.transpose(1, 2)
+
+
+def observe_keys(
+    queries: Tensor,
+    keys: Tensor,
+    row_positions: Tensor,
+    scale: float,
+    statistics: frozenset[Statistic],
+    workspace_bytes: int,
+    scratch: Scratch,
+) -> ObservedAttention:
+    """Return the attention of some rows over keys that are no pages of the cache.
+
+    Heads of several layers may stand side by side.
+
+    Args:
+        queries: `[1, O, H, G, D]`.
+        keys: float32 `[H, P, D]`.
+        row_positions: int64 `[O]`, ascending, each below P. A row sees the keys up to its position.
+    """
+    heads, num_keys, _ = keys.shape
+    pages = torch.arange(heads, device=keys.device)[:, None]
+    num_visible = (row_positions[None] + 1).int()
+    rows = ObservedRows(queries, keys, pages, num_visible, num_keys, scale, row_positions)
+    return _OwnKeysAttention(rows, True, statistics, workspace_bytes, scratch)

@@ -38,6 +38,8 @@ class Arm:
     """Parts of the method if it is a mix: its entry of the setting `methods`."""
     gates: str = ""
     """Folder of the gates that the method reads, relative to the repository."""
+    recall: Options = ()
+    """The setting `recall` of its engine: names and values; () for none."""
     name: str = ""
     """Given name, for arms that their method and budget do not tell apart."""
     server: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -78,10 +80,11 @@ class Arm:
 
     @property
     def suffix(self) -> str:
-        """Return the options, and the folder of the gates unless it is named like the method."""
+        """Return options and recall, and the gates' folder unless it is named like the method."""
         folder = Path(self.gates).name
         gates = () if folder in ("", self.method) else (("gates", folder),)
-        return "".join(f",{name}={value}" for name, value in (*self.options, *gates))
+        told = (*self.options, *gates, *self.recall)
+        return "".join(f",{name}={value}" for name, value in told)
 
     @property
     def has_ceiling(self) -> bool:

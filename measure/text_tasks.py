@@ -26,7 +26,19 @@ from measure.text_words import (
     python_prose,
 )
 
-Kind = Literal["number", "numbers", "fact", "passage", "copy", "code", "maker", "room"]
+Kind = Literal[
+    "number",
+    "numbers",
+    "fact",
+    "passage",
+    "passages",
+    "copy",
+    "table",
+    "aloud",
+    "code",
+    "maker",
+    "room",
+]
 Haystack = Literal["noise", "prose", "needles"]
 TokenCounter = Callable[[str], int]
 """Returns the number of tokens of a text."""
@@ -52,8 +64,15 @@ def split_of(number: int) -> str:
 
 def asked_for(kind: Kind, keys: int) -> str:
     """Return what a question is for, for a reader, such as `one of 4 numbers`."""
-    if kind in ("numbers", "copy"):
-        return f"{keys} numbers" if kind == "numbers" else f"a list of {keys} numbers"
+    several = {
+        "numbers": f"{keys} numbers",
+        "passages": f"{keys} passages in another order",
+        "copy": f"a list of {keys} numbers",
+        "table": f"a table of {keys} rows",
+        "aloud": f"the first {keys} words",
+    }
+    if kind in several:
+        return several[kind]
     return f"a {kind}" if keys == 1 else f"one of {keys} {kind}s"
 
 
@@ -69,12 +88,14 @@ class TextTask:
     """Numbers, passages or facts: one of them is asked for, or all of several numbers."""
     system: bool = False
     """Whether a system prompt stands before the text. It is what some kinds ask about."""
+    forced: bool = False
+    """Whether the right answer is given token by token, and each next token is asked for."""
 
     @property
     def name(self) -> str:
         keys = "" if self.keys == 1 else f"-{self.keys}"
-        system = "-system" if self.system else ""
-        return f"{self.kind}{keys}-{self.haystack}-{self.tokens}{system}"
+        more = "-system" * self.system + "-forced" * self.forced
+        return f"{self.kind}{keys}-{self.haystack}-{self.tokens}{more}"
 
     @property
     def title(self) -> str:
@@ -298,6 +319,32 @@ def _passages(write: _Writer) -> TextExample:
     return TextExample(f"{head}{text}{question}", starts[asked], values[asked], task.kind)
 
 
+def _all_passages(write: _Writer) -> TextExample:
+    """Ask for all of several new sentences, in another order than they stand in."""
+    keys = write.distinct(write.task.keys)
+    values = [_passage(write.rng, write.count) for _ in keys]
+    head = (
+        "Special passages are hidden within the following text. Make sure to memorize them. I will "
+        "ask you to repeat them afterwards.\n"
+    )
+    needles = [
+        f'The special passage about {key} is: "{value}"'
+        for key, value in zip(keys, values, strict=True)
+    ]
+    asked, start = needles[::-1], f"The special passage about {keys[-1]} is:"
+    names = ", then the one about ".join(keys[::-1])
+    question = f"\nRepeat the special passage about {names}, word for word."
+    room = write.room(head, question, start)
+    # Their places ascend, so that the answer goes backwards.
+    sentences = write.hide([], room - sum(write.count(f" {each}") for each in needles)).split(". ")
+    places = sorted(write.rng.sample(range(len(sentences)), len(needles)), reverse=True)
+    for place, needle in zip(places, asked, strict=True):
+        sentences.insert(place, needle.rstrip("."))
+    answer = "\n".join(asked)[len(start) :]
+    text = ". ".join(sentences)
+    return TextExample(f"{head}{text}{question}", start, answer, write.task.kind)
+
+
 def _passage(rng: random.Random, count: TokenCounter) -> str:
     """Return a sentence of `PASSAGE_TOKENS` tokens that nobody has written before.
 
@@ -327,6 +374,34 @@ def _copy(write: _Writer) -> TextExample:
     question, start = "\nRepeat the special list of numbers.", "The special list of numbers:\n"
     text = write.hide([f"\n\n{start}{answer}\n\n"], write.room(head, question, start))
     return TextExample(f"{head}{text}{question}", start, answer, write.task.kind, tuple(numbers))
+
+
+def _table(write: _Writer) -> TextExample:
+    """Ask for a table, row by row, in sentences."""
+    rng, rows = write.rng, write.task.keys
+    names, nouns = rng.sample(NAMES, rows), rng.sample(NOUNS, rows)
+    numbers = [str(rng.randint(100, 999)) for _ in range(rows)]
+    lines = [f"| {a} | {b} | {c} |" for a, b, c in zip(names, numbers, nouns, strict=True)]
+    head = (
+        "A special table is hidden within the following text. Make sure to memorize it. I will ask "
+        "you to read it out afterwards.\n"
+    )
+    question = "\nRead out the special table, row by row, in sentences."
+    start = "The special table says:\n"
+    table = "\n".join(["\n\nThe special table:\n| name | number | thing |", *lines]) + "\n\n"
+    text = write.hide([table], write.room(head, question, start))
+    said = (f"{a} has {b} {c}s." for a, b, c in zip(names, numbers, nouns, strict=True))
+    return TextExample(f"{head}{text}{question}", start, "\n".join(said), write.task.kind)
+
+
+def _aloud(write: _Writer) -> TextExample:
+    """Ask for the beginning of the text, word for word."""
+    head = "Here is a text. I will ask you to read it aloud afterwards.\n"
+    question = "\nRead the text aloud from its beginning, word for word."
+    start = "The text:\n"
+    text = write.hide([], write.room(head, question, start))
+    answer = " ".join(text.split()[: write.task.keys])
+    return TextExample(f"{head}{text}{question}", start, answer, write.task.kind)
 
 
 def _told(write: _Writer) -> TextExample:
@@ -379,6 +454,9 @@ _WRITERS: dict[Kind, Callable[[_Writer], TextExample]] = {
     "numbers": _numbers,
     "fact": _fact,
     "passage": _passages,
+    "passages": _all_passages,
     "copy": _copy,
+    "table": _table,
+    "aloud": _aloud,
     **dict.fromkeys(_INSTRUCTED, _told),
 }

@@ -46,6 +46,8 @@ from oracle.methods import (
     States,
     mix_of,
 )
+from oracle.recall import Recall
+from oracle.recall import attention as recalled_attention
 from oracle.summaries import Absorbed
 from oracle.token_sets import WINDOW
 
@@ -86,6 +88,7 @@ class Eviction(Settings):
             at least a block.
         summaries: most blocks of those that a cut leaves which hold summaries in place of tokens.
             One block at least holds tokens, and all do where all tokens are left.
+        recall: if given, what a cut evicts may come back.
         changes: if given, these in place of all other cuts, in order. A cut of the whole prompt
             chooses among all of it, a further one among what the last one left.
     """
@@ -99,6 +102,7 @@ class Eviction(Settings):
     buffer: int = 0
     summaries: int = 0
     changes: tuple[Change, ...] | None = None
+    recall: Recall | None = None
 
     @property
     def whole_after(self) -> dict[int, bool]:
@@ -324,6 +328,66 @@ class Cutter:
         return selection.kept
 
 
+@dataclass
+class Chooser:
+    """Chooses the tokens of an answer's prompt again, out of all of them."""
+
+    eviction: Eviction
+    cutter: Cutter
+    last: int
+    """Answer tokens of the last choice that would serve a token."""
+    given: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """By answer tokens: what comes into force in place of the own choice, bool [L, H, any n]."""
+    choices: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Answer tokens and what was chosen, bool [L, H, n]."""
+
+    def __call__(self, moment: Moment) -> torch.Tensor | None:
+        """Return what later queries may see, bool [L, H, n], if a choice comes into force."""
+        recall, cuts = self.eviction.recall, self.cutter.cuts
+        if recall is None or not cuts:
+            return None
+        since = cuts[-1].after
+        if any(since <= after < moment.answer for after in self.eviction.whole_after):
+            return None
+        age = moment.answer - since
+        is_due = age > 0 and age % recall.every == 0 and moment.answer <= self.last
+        if is_due and not self._is_cut_soon(moment.answer):
+            self.choices.append((moment.answer, self._choose(moment, recall, cuts[-1])))
+        for after, own in self.choices:
+            if after > since and moment.answer == after + recall.delay:
+                kept = own.clone()
+                if (other := self.given.get(after)) is not None:
+                    size = self.eviction.block_size
+                    full = self.cutter.layout.length // size * size
+                    kept[..., :full] = other[..., :full]
+                missing = moment.length - kept.shape[-1]
+                return torch.nn.functional.pad(kept, (0, missing), value=True)
+        return None
+
+    def _is_cut_soon(self, answer: int) -> bool:
+        """Return whether rows that vote at a cut are computed after this token of the answer."""
+        changes = self.eviction.changes or ()
+        cuts = (each for each in changes if each.blocks is not None)
+        return any(each.after - each.rows < answer <= each.after for each in cuts)
+
+    def _choose(self, moment: Moment, recall: Recall, cut: Cut) -> torch.Tensor:
+        eviction, layout = self.eviction, self.cutter.layout
+        full, tail = divmod(layout.length, eviction.block_size)
+        states = moment.states()
+        size = full * eviction.block_size
+        votes = recalled_attention(states.queries, states.keys, states.scale, size, recall)
+        voters = tuple(range(moment.length - recall.rows, moment.length))
+        return methods.select(
+            eviction.method,
+            votes,
+            replace(layout, length=moment.length, answer=moment.answer),
+            self.cutter.kv_heads,
+            replace(eviction, budget=cut.selection.blocks * eviction.block_size + tail),
+            stages=self.cutter.stages,
+            earlier=Earlier(torch.ones_like(moment.kept), voters),
+        ).kept
+
+
 @dataclass(frozen=True)
 class Answer:
     """An answer with the cuts that were made while it grew.
@@ -332,11 +396,13 @@ class Answer:
         tokens: the greedy tokens, or those that were given.
         logprobs: log-probabilities [T, V], float64; row i is the distribution of token i.
         cuts: all cuts in order, also those that left everything.
+        choices: all choices in order, see `Chooser`.
     """
 
     tokens: list[int]
     logprobs: torch.Tensor
     cuts: list[Cut] = field(default_factory=list)
+    choices: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     @property
     def kept(self) -> list[torch.Tensor]:
@@ -484,6 +550,7 @@ class Oracle:
         eviction: Eviction,
         stages: Sequence[int] | None = None,
         tokens: Sequence[int] | None = None,
+        chosen: Mapping[int, torch.Tensor] | None = None,
     ) -> Answer:
         """Return the answer to `prompt`, with the cuts of `eviction`.
 
@@ -493,13 +560,16 @@ class Oracle:
         Args:
             stages: number of layers of each pipeline stage.
             tokens: answer to follow in place of the greedy one.
+            chosen: sets that choices after so many tokens bring into force, in place of its own.
         """
         cutter = Cutter(eviction, prompt.layout, self.kv_heads, stages)
         full = len(prompt.token_ids) // eviction.block_size * eviction.block_size
         merging = full if eviction.merges else 0
         whole_after = eviction.whole_after
-        answer = self.decode(prompt, max_tokens, cutter, tokens, merging, whole_after=whole_after)
-        return replace(answer, cuts=cutter.cuts)
+        chooser = Chooser(eviction, cutter, max_tokens - 2, chosen or {})
+        more: dict[str, Any] = {"whole_after": whole_after, "choose": chooser}
+        answer = self.decode(prompt, max_tokens, cutter, tokens, merging, **more)
+        return replace(answer, cuts=cutter.cuts, choices=chooser.choices)
 
     @torch.no_grad()
     def decode(
@@ -511,6 +581,7 @@ class Oracle:
         merging: int = 0,
         absorb: Callable[[Moment, torch.Tensor], Absorbed] | None = None,
         whole_after: Mapping[int, bool] | None = None,
+        choose: Callable[[Moment], torch.Tensor | None] = lambda moment: None,
     ) -> Answer:
         """Return `max_tokens` greedy tokens, generated one by one under a mask that changes.
 
@@ -527,6 +598,8 @@ class Oracle:
             whole_after: by answer tokens whose rows have been computed, behind any cut: nothing is
                 hidden any more, and whether these tokens' keys are computed again so. Otherwise
                 they stay as they are.
+            choose: called behind any cut, it returns what every later query may see, in place of
+                what is left, or None for no change.
         """
         given = list(tokens[:max_tokens]) if tokens is not None else None
         number = max_tokens if given is None else len(given)
@@ -562,6 +635,7 @@ class Oracle:
                     absorbed = absorb(moment, kept)
                 if merging:
                     self._merge(cache, kept, merging)
+            kept = kept if (chosen_again := choose(moment)) is None else chosen_again
             if (recomputes := (whole_after or {}).get(moment.answer)) is not None:
                 kept, absorbed = torch.ones_like(kept), None
                 if recomputes:

@@ -38,12 +38,14 @@ class PageTask:
     """1, or 2 for a question after another one has been answered."""
     side: int = GRID
     """Patches in a row, and rows, of a page."""
+    forced: bool = False
+    """As in `TextTask`."""
 
     @property
     def name(self) -> str:
         keys = "" if self.keys == 1 else f"-{self.keys}"
         side = "" if self.side == GRID else f"-{self.side}x{self.side}"
-        more = side + "-chat" * (self.turns - 1)
+        more = side + "-chat" * (self.turns - 1) + "-forced" * self.forced
         return f"{self.kind}{keys}-{self.haystack}-{self.pages}p{more}"
 
     @property

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.shared.counters import SKIP_REASONS
-from vllm_tgvkv.shared.metrics import LAYERS, METRICS, STATES, Metric, take_metrics
+from vllm_tgvkv.shared.metrics import LAYERS, METRICS, STATES, TIER_FAULTS, Metric, take_metrics
 from vllm_tgvkv.shared.report import CutCause
 
 
@@ -75,6 +75,7 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
             "part": ("statistics", "selection", "copy"),
             "layers": LAYERS,
             "state": STATES,
+            "fault": TIER_FAULTS,
             "cause": get_args(CutCause),
         }
         for engine in self.per_engine_labelvalues.values():

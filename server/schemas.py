@@ -120,6 +120,11 @@ class Cut(BaseModel):
         description="Tokens kept in full blocks, and tokens of the prompt's last block; mean over "
         "layers and KV heads."
     )
+    recalled_tokens: float | None = Field(
+        None,
+        description="Tokens that came back where the kept ones were chosen again out of the whole "
+        "prompt (`recall`), mean over layers and KV heads; null for an eviction.",
+    )
 
 
 class Change(Cut):

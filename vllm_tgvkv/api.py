@@ -63,6 +63,8 @@ class EvictionOptions:
     """Whether the engine keeps positions and scores, see `kept_tokens`."""
     protect: str | None = None
     """`system` keeps what stands before the first user's message of a chat; `none` does not."""
+    recall: bool | None = None
+    """Whether evicted tokens may come back, on an engine with `recall`."""
     protected_tokens: int | None = None
     """Number of first tokens to keep in its place, for prompts that are no chat."""
 

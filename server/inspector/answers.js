@@ -27,9 +27,16 @@ function laterName(decode) {
   return schedule ? `, then in steps to ${budgetName(schedule.at(-1)[1])}` : `, then ${ceiling} tokens`;
 }
 
-/** When a cut was made, and what it did. @param {Cut} cut */
-export function cutName({ answer_tokens: tokens, blocks_before: before, blocks_after: after, cause }) {
+/** When a cut or a choice was made, and what it did. @param {Cut} cut */
+export function cutName({
+  answer_tokens: tokens,
+  blocks_before: before,
+  blocks_after: after,
+  cause,
+  recalled_tokens: recalled,
+}) {
   const when = tokens ? `After ${plural(tokens, "token")} of the answer` : "Before the answer";
+  if (recalled != null) return `${when}: ${recalled.toFixed(1)} tokens a head came back`;
   const why = {
     pressure: ", memory was short",
     restored: ", all came back",

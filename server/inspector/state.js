@@ -3,7 +3,8 @@
  * What the page knows. Actions change it, functions named `show...` write the document from it.
  *
  * @typedef {{answer_tokens: number, blocks_before: number, blocks_after: number,
- *   kept_tokens: number, cause?: string}} Cut  answer_tokens: tokens of the answer at the time
+ *   kept_tokens: number, cause?: string, recalled_tokens?: number|null}} Cut  answer_tokens: tokens
+ *   of the answer at the time; recalled_tokens: of a choice by recall
  * @typedef {{id: string, policy: string, budget: string, granularity: "layer"|"head",
  *   time: number, prompt_tokens: number, kept_tokens: number, blocks_before: number,
  *   blocks_after: number, cuts: Cut[]}} Summary

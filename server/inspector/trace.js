@@ -76,6 +76,8 @@ function showTrace() {
 function showCut({ cuts, cut }) {
   const said = cutName(cuts[cut]);
   $("cut-field").hidden = cuts.length === 1;
+  // Choices by recall are no cuts.
+  $("cut-kind").textContent = cuts.some((each) => each.recalled_tokens != null) ? "Step" : "Cut";
   $("cut").max = String(cuts.length - 1);
   $("cut").value = String(cut);
   $("cut").setAttribute("aria-valuetext", `${cut + 1} of ${cuts.length}. ${said}`);

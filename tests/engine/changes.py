@@ -40,7 +40,8 @@ def changes_of(output: Any, size: int, num_rows: int | None = None) -> tuple[Cha
         after = cut["answer_tokens"]
         if cut["cause"] == "pressure":
             num_tail = -(-(num_prompt + after) // size) - num_prompt // size
-            found.append(Change(after, cut["blocks_after"] - num_tail, num_rows))
+            num_kept = cut["blocks_after"] - num_tail - report["sketch_blocks"]
+            found.append(Change(after, num_kept, num_rows))
         else:
             assert cut["cause"] in ("restored", "preempted")
             found.append(Change(after, None, recomputes=cut["cause"] == "preempted"))

@@ -51,6 +51,8 @@ from vllm_tgvkv.scheduler.scheduler import AsyncEvictionScheduler, EvictionSched
 from vllm_tgvkv.shared.cuts import Cuts
 from vllm_tgvkv.shared.plan import (
     NO_ROW,
+    Choice,
+    ChoiceOutcome,
     ColumnSumChunk,
     Eviction,
     Failure,
@@ -161,6 +163,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
         return_sampling_mask=False,
         multimodal_config=None,
         hf_config=SimpleNamespace(),
+        hf_text_config=SimpleNamespace(),
+        get_total_num_hidden_layers=lambda: 2,
     )
     config.scheduler_config = SchedulerConfig(
         max_num_seqs=setup.max_num_seqs,
@@ -319,6 +323,11 @@ class WorkerDouble:
         self.most_cut_tokens = setup.max_model_len + setup.chunk
         self.num_cut_together = 0
         """Most requests that were evicted in one step."""
+        self.tier: dict[int, tuple[str, int]] = {}
+        """By block of the tier: the request, and which block of its prompt it holds."""
+        self.recalling: dict[str, Sequence[int]] = {}
+        """Blocks of the tier by request."""
+        self.num_choices = 0
         self._shrunk: list[Eviction] = []
         self._num_new: Mapping[str, int] = {}
         self._random = random.Random(seed)
@@ -337,6 +346,8 @@ class WorkerDouble:
         self._shrunk = plan.evictions
         for first in plan.released:
             del self.regions[first]  # a `KeyError` would end a worker as well
+        for name in plan.unrecallable:
+            self.recalling.pop(name, None)
         for name in plan.forgotten:
             self.observed.discard(name)
             self.num_summed.pop(name, None)
@@ -367,7 +378,7 @@ class WorkerDouble:
             assert part.chunk_start == self._start(part.request_id, output)
             if self.jobs[part.request_id].fails == "observe":
                 failing.add(part.request_id)
-        outcomes: list[Outcome | Failure] = []
+        outcomes: list[Outcome | ChoiceOutcome | Failure] = []
         for eviction in plan.evictions:
             outcome = self._evict(eviction)  # also of one that fails: its region gets a shape
             if self.jobs[eviction.request_id].fails == "evict":
@@ -375,6 +386,7 @@ class WorkerDouble:
             if eviction.request_id not in failing:
                 outcomes.append(outcome)
         outcomes += [Failure(name, "made up") for name in sorted(failing)]
+        outcomes += [outcome for choice in plan.choices for outcome in self._choose(choice)]
         self.observed -= failing
         self.failed |= failing
         names = list(output.num_scheduled_tokens)
@@ -389,6 +401,7 @@ class WorkerDouble:
         assert not self.rows
         assert not self.regions
         assert not self.observed
+        assert not self.recalling
 
     def _update_rows(self, output: SchedulerOutput) -> None:
         for name in output.finished_req_ids:
@@ -549,6 +562,11 @@ class WorkerDouble:
         first = int(eviction.new_blocks[0])
         assert first not in self.regions, f"the region of {self.regions[first].owner} is in use"
         self.regions[first] = Region(name, blocks, mark, at, replaced)
+        if eviction.tier_blocks is not None:
+            assert eviction.is_whole
+            assert len(eviction.tier_blocks) == eviction.num_replaced
+            self.recalling[name] = eviction.tier_blocks.tolist()
+            self.tier.update({b: (name, i) for i, b in enumerate(self.recalling[name])})
         self.observed.discard(name)
         self.num_summed.pop(name, None)
         return Outcome(
@@ -562,6 +580,27 @@ class WorkerDouble:
             num_answer=eviction.num_answer,
             is_first=eviction.is_first,
         )
+
+    def _choose(self, choice: Choice) -> list[ChoiceOutcome]:
+        """Check that a choice finds its rows, its prompt and its tail."""
+        name = choice.request_id
+        if name not in self.recalling:
+            return []  # it loses its blocks in this step, or the tier failed
+        row, region = self.rows[name], self.regions[self.rows[name].blocks[0]]
+        assert region.owner == name
+        assert choice.num_tokens == row.num_computed
+        blocks = row.blocks[region.num_replaced : -(-row.num_computed // self.block_size)]
+        assert choice.tail_blocks.tolist() == blocks
+        assert choice.rows.tolist() == list(range(choice.rows[0], choice.num_tokens))
+        for position, query_row in zip(choice.rows.tolist(), choice.stored.tolist(), strict=True):
+            assert self.queries[query_row] == (name, position), f"{name} reads a foreign query"
+        for number, block in enumerate(self.recalling[name]):
+            assert self.tier[block] == (name, number), f"{name} reads a foreign block of the tier"
+        self.num_choices += 1
+        moved = self._random.choice((0.0, 0.5, 2.0, None)) if self.num_choices % 9 == 0 else 1.0
+        if moved is None:
+            del self.recalling[name]
+        return [ChoiceOutcome(name, row.num_computed - len(row.job.prompt), moved)]
 
     def _check_queries(self, eviction: Eviction, at: int) -> None:
         """Check that the queries of all rows that vote were stored, or are those of this step."""
@@ -786,6 +825,7 @@ class Double:
             assert not manager.req_to_blocks
             assert not scheduler.candidates
             assert not scheduler.records.reports
+            assert scheduler.recalls.num_held == 0
             rows = scheduler.query_rows
             assert rows.num_free == scheduler.eviction_config.num_query_rows
             self.worker.assert_empty()

@@ -108,9 +108,13 @@ def make_pressed(seed: int) -> Workload:
             "budget": rng.choice((0.05, 0.2, 0.4)),
             "text_only": "evict",
             "min_prompt_tokens": size,
-            "debug": {"poison": rng.random() < 0.5},
+            "debug": {"poison": rng.random() < 0.5, "check_integrity": True},
         },
     )
+    if setup.eviction["policy"] == "reach" and rng.random() < 0.5:
+        # Room for all prompts, or for one.
+        gib = rng.choice((4, 1)) * (longest // size) * 128 * size / 2**30
+        setup.eviction["recall"] = {"every": rng.choice((1, 3, 8)), "gib": gib}
     setup = dataclasses.replace(setup, num_blocks=setup.num_blocks + 8 * setup.states)
     heads = [tuple(rng.randrange(3, 1000) for _ in range(longest)) for _ in range(2)]
     jobs = []

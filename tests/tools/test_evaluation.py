@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,14 +25,16 @@ from evaluation.arms import (
     MIXES,
     Arm,
     arm,
-    by_gates,
+    by_engine,
     check,
     crossed,
     eviction_settings,
     identity,
+    recalling,
 )
 from evaluation.engine import Asked, NotEvictedError, Settings
 from evaluation.field import Field, Run
+from evaluation.forced import Forced
 from evaluation.load_report import write_load_report
 from evaluation.load_results import LoadResult, Point, Reply, Summary, read_points, summarise
 from evaluation.memory import held_blocks, mean_held, planned_cuts
@@ -58,7 +61,8 @@ of_each_field = pytest.mark.parametrize(
 @of_each_field
 def test_the_plugin_knows_every_arm(field: Field) -> None:
     for name, part in field.parts.items():
-        check([each for each in part.arms if not each.gates], field.has_images)
+        for arms in by_engine(each for each in part.arms if not each.gates):
+            check(arms, field.has_images)
         assert len({each.key for each in part.arms}) == len(part.arms), name
         for pair in part.pairs:
             assert any(set(pair) <= set(arms) for _, _, arms in part.work), pair
@@ -128,7 +132,7 @@ def test_a_changed_mix_or_other_gates_are_another_arm(tmp_path: Path) -> None:
         identity(arm("kvzap", 0.2, str(tmp_path / "none")))
     with pytest.raises(EvictionConfigError, match="one folder of gates"):
         eviction_settings(gated)
-    assert by_gates([FULL, *gated]) == {each.gates: (FULL, each) for each in gated}
+    assert by_engine([FULL, *gated]) == [(FULL, each) for each in gated]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +147,59 @@ def test_arms_that_cannot_run(wrong: Arm, words: list[str]) -> None:
     with pytest.raises(EvictionConfigError) as error:
         check([wrong])
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_engines_by_recall() -> None:
+    """An engine has one setting of recall; arms without it are asked where there is none."""
+    plain, (every_8,), (every_4,) = (
+        arm("reach", 0.1, defer=4),
+        recalling("reach", (0.1,)),
+        recalling("reach", (0.1,), every=4),
+    )
+    assert every_8.key == "reach@0.1,defer=4,every=8,sketch=2"
+    assert by_engine([FULL, plain, every_8, every_4]) == [
+        (FULL, plain),
+        (FULL, every_8),
+        (FULL, every_4),
+    ]
+    assert eviction_settings([FULL, every_4])["recall"] == {"every": 4, "sketch": 2}
+    with pytest.raises(EvictionConfigError, match="one setting of recall"):
+        eviction_settings([every_8, every_4])
+
+
+# -- answers that are forced ----------------------------------------------------------------
+
+
+def test_forced_answers_tell_what_would_have_been_said() -> None:
+    example = TextExample("", "", "a b", "passage")
+    asked = Asked("t", 0, FULL, example, ("a", " b"), (5, 7))
+    forced = Forced.new_req_logits_processor(
+        cast("Any", None), SimpleNamespace(extra_args={"forced": [5, 7]})
+    )
+    for said, wanted in (([], 5), ([5], 7)):
+        logits = forced(said, torch.randn(9))
+        assert (logits.argmax(), logits.isfinite().sum()) == (wanted, 1)
+    assert forced([5, 7], torch.zeros(9)).isfinite().all()
+
+    def completion(*best: int) -> Any:
+        pairs = zip(best, (5, 7), strict=True)
+        steps = [{forced: -3.0, 8: -2.0, token: -1.0} for token, forced in pairs]
+        return SimpleNamespace(
+            text="",
+            logprobs=[{t: SimpleNamespace(logprob=p) for t, p in step.items()} for step in steps],
+        )
+
+    assert asked._hits(completion(5, 7)) == "111"
+    assert asked._hits(completion(5, 3)) == "100"
+
+
+def test_only_what_the_full_cache_says_counts_of_forced_answers() -> None:
+    full, other = (
+        Answer("t", 0, name, "", hits, 500, 50.0, 32, 8)
+        for name, hits in (("full", "11010"), ("other", "10110"))
+    )
+    assert other.said_of(full) == pytest.approx(1 / 3)
+    assert full.said_of(full) == 1.0
 
 
 # -- memory ---------------------------------------------------------------------------------

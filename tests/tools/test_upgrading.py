@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import io
 import logging
 import os
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,8 +80,9 @@ OTHERS = frozenset(
         Python: __func__ add_argument add_argument_group api_key cache_clear dest metadata
         parse_args strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping
-        image_grid_pinpoints image_size layer_types layers_block_type model_type patch_size
-        sliding_window spatial_merge_size use_sliding_window vision_config
+        image_grid_pinpoints image_size layer_types layers_block_type model_type
+        num_kv_shared_layers patch_size sliding_window spatial_merge_size use_sliding_window
+        vision_config
         ours, on parsed flags and on the server's state: answer kv_eviction kv_eviction_budget
         kv_eviction_config output trust_remote_code
         """,
@@ -306,7 +309,7 @@ def names_of_others() -> set[str]:
     """Return names that the plugin defines, and attributes of types of Python, NumPy and torch."""
     types: tuple[Any, ...] = (str, bytes, int, float, list, tuple, dict, set, slice, type, Path)
     types += (Counter, defaultdict, deque, BaseException, re.Match, re.Pattern, os.stat_result)
-    types += (np.ndarray, torch.Tensor, torch.dtype, logging.Logger)
+    types += (np.ndarray, torch.Tensor, torch.dtype, logging.Logger, io.FileIO, Future, Executor)
     found = OTHERS | {name for kind in types for name in dir(kind)}
     for tree in [*TREES.values(), *(ast.parse(p.read_text()) for p in OURS.glob("kernels/*.py"))]:
         found |= set_on_self(tree)

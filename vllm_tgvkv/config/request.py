@@ -37,6 +37,7 @@ REQUEST_KEYS = (
     "kv_eviction_max_tokens",
     PROTECT,
     PROTECTED_TOKENS,
+    "kv_eviction_recall",
     "kv_eviction_report",
     "kv_eviction_trace",
 )
@@ -62,6 +63,8 @@ class RequestOptions:
     """Whether the server keeps a trace, for `GET /kv-eviction/requests`."""
     protected: int = 0
     """First tokens of the prompt that every layer and head keeps."""
+    recall: bool = False
+    """Whether evicted tokens may come back."""
 
     @property
     def cuts_again(self) -> bool:
@@ -115,7 +118,11 @@ class RequestOptions:
         budget, defer, later, ceiling = _evictions(config, given, method)
         again = _again(config, given, bool(later) or ceiling is not None)
         when = _when(config, given, again)
-        policy = check_method(config, method, budget, defer, "vllm_xargs.kv_eviction", again, when)
+        recalls = config.recall is not None
+        if "kv_eviction_recall" in given:
+            recalls = _recalls(config, given)
+        source, more = "vllm_xargs.kv_eviction", (again, when, ceiling is not None, recalls)
+        policy = check_method(config, method, budget, defer, source, *more)
         if policy == NONE:
             later, ceiling, when = (), None, "always"
         elif again.happens:
@@ -128,7 +135,7 @@ class RequestOptions:
                 "vllm_xargs.kv_eviction_trace is 1, and this server keeps no traces: start it with "
                 "max_traces of at least 1 in --kv-eviction-config, or leave it out"
             )
-        own = budget, defer, when, later, ceiling, report, trace, _protected(given)
+        own = budget, defer, when, later, ceiling, report, trace, _protected(given), recalls
         return cls(policy, *own)
 
 
@@ -272,6 +279,21 @@ def _switch(given: Mapping[str, Any], name: str, what: str) -> bool:
             f"vllm_xargs.{name} is {quoted(value)}: give 1 for a {what}, or 0"
         )
     return bool(value)
+
+
+def _recalls(config: EvictionConfig, given: Mapping[str, Any]) -> bool:
+    """Return whether evicted tokens of a request may come back.
+
+    Raises:
+        EvictionConfigError: for another value, or on a server without a tier.
+    """
+    recalls = _switch(given, "kv_eviction_recall", "recall")
+    if recalls and config.recall is None:
+        raise EvictionConfigError(
+            "vllm_xargs.kv_eviction_recall is 1, and this server has no tier to recall from: start "
+            'it with {"recall": {}} in --kv-eviction-config, or leave it out'
+        )
+    return recalls
 
 
 def _protected(given: Mapping[str, Any]) -> int:

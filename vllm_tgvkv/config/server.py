@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
+from vllm_tgvkv.config.recall import RecallOptions
 from vllm_tgvkv.config.removed import refuse_removed
-from vllm_tgvkv.config.settings import read, setting
+from vllm_tgvkv.config.settings import absolute_path, read, setting
 from vllm_tgvkv.gates.folder import Gates
+from vllm_tgvkv.kernels.statistics import KEY_STATISTICS
 from vllm_tgvkv.policies import Mix, Policy, build_policy, gates_of, has_summaries, method_names
 from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.policies.registry import (
@@ -58,21 +59,8 @@ def _parse_later(value: Any, source: str) -> Any:
     return value
 
 
-def _absolute_path(value: Any, source: str, kind: str) -> str:
-    try:
-        # A path with a NUL, or of characters that the system cannot encode, is none.
-        is_path = isinstance(value, str) and b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        is_path = False
-    if not is_path or not Path(value).is_absolute():
-        raise EvictionConfigError(
-            f"{source} is {quoted(value)}: give the absolute path of a {kind}"
-        )
-    return str(value)
-
-
 def _parse_path(value: Any, source: str) -> str:
-    path = _absolute_path(value, source, "file")
+    path = absolute_path(value, source, "file")
     if not Path(path).parent.is_dir():
         raise EvictionConfigError(
             f"{source} is {quoted(path)}: its folder does not exist; create it"
@@ -87,7 +75,7 @@ def _parse_head_scores(value: Any, source: str) -> HeadScores:
 def _parse_gates(value: Any, source: str) -> Gates:
     if isinstance(value, Mapping):
         refuse_removed(value, source)
-    return Gates.read(_absolute_path(value, source, "folder"), source)
+    return Gates.read(absolute_path(value, source, "folder"), source)
 
 
 def _parse_methods(values: Any, source: str) -> dict[str, Mix]:
@@ -233,6 +221,12 @@ class EvictionConfig:
         help="Evictions while the answer grows: of the prompt, in steps, or of prompt and answer, "
         "to stay below a ceiling. On a server that has them, a request may have its own.",
     )
+    recall: RecallOptions | None = setting(
+        None,
+        accepts="`{every: 8, tier: file, folder: /var/tmp, gib: 32, sketch: 2}`",
+        help="Let what was evicted come back: while an answer grows, its kept tokens are chosen "
+        "again out of the whole prompt.",
+    )
     sinks: int = setting(
         4, at_least=0, help="Number of first tokens that are always kept.", in_status=True
     )
@@ -368,7 +362,7 @@ class EvictionConfig:
     @property
     def keeps_positions(self) -> bool:
         """Whether there may be evictions after the first one, so that positions are stored."""
-        return self.decode is not None or self.when == "pressure"
+        return self.decode is not None or self.when == "pressure" or self.recall is not None
 
     def least_ceiling(self, block_size: int) -> int:
         """Return the lowest ceiling that leaves every head its floor, in tokens."""
@@ -452,6 +446,8 @@ def check_method(
     source: str,
     again: Again | None = None,
     when: When | None = None,
+    ceiling: bool | None = None,
+    recalls: bool | None = None,
 ) -> str:
     """Return a method's name after checking it against a budget, a wait and later evictions.
 
@@ -459,6 +455,8 @@ def check_method(
         source: the flag or field of the method, for messages.
         again: the later evictions; by default, the server's.
         when: by default, the server's.
+        ceiling: whether `again` is a ceiling; by default, the server's.
+        recalls: whether evicted tokens may come back; by default, as the server says.
 
     Raises:
         EvictionConfigError: for an unknown method, or one that cannot run with them.
@@ -476,6 +474,10 @@ def check_method(
     if again is None:
         cuts_again = config.decode is not None and config.decode.cuts_again
         again = Again(cuts_again, "decode", "start the server without decode")
+    if recalls is None:
+        recalls = config.recall is not None
+    if ceiling is None:
+        ceiling = config.decode is not None and config.decode.ceiling is not None
     named = f"{source} is {quoted(name)}"
     under_pressure = (when or config.when) == "pressure"
     for problem in itertools.chain(
@@ -485,6 +487,7 @@ def check_method(
         if budget.is_auto
         else (),
         () if under_pressure else _problems_of_cuts(policy, named, defer, again),
+        _problems_of_recall(policy, budget, named, ceiling) if recalls else (),
     ):
         raise EvictionConfigError(problem)
     return str(name)
@@ -555,6 +558,28 @@ def _problems_of_cuts(policy: Policy, named: str, defer: int, again: Again) -> I
             f"{named}, whose rows are those of the answer, and the eviction waits for none of its "
             "tokens: set defer, or kv_eviction_defer in the request, to at least 1, or choose "
             "other rows"
+        )
+
+
+def _problems_of_recall(policy: Policy, budget: Budget, named: str, ceiling: bool) -> Iterator[str]:
+    without = "or recall nothing: leave out recall, in a request kv_eviction_recall: 0"
+    why = ""
+    if not policy.cuts_again or policy.summaries is not None:
+        why = "keeps summaries" if policy.summaries is not None else _why_once(policy)
+    elif policy.score.rows == "none" or policy.score.gates is not None:
+        why = "judges a token once, whatever the answer looks at"
+    elif policy.granularity != "head":
+        why = "chooses for a layer as a whole, and recall for every head: use granularity: head"
+    elif KEY_STATISTICS & policy.statistics(policy.score.rows):
+        why = "compares keys, of which recall has a sketch only"
+    if why:
+        yield f"{named} with recall, and it {why}: choose another method, such as reach, {without}"
+    if budget.is_auto:
+        yield f"budget auto with {named} and recall: give a fraction, {without}"
+    if ceiling:
+        yield (
+            f"{named} with recall and a ceiling (max_tokens), which evicts tokens of the answer "
+            f"as well: give a schedule or none, {without}"
         )
 
 

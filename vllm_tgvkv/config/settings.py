@@ -14,9 +14,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vllm_tgvkv.config.removed import refuse_removed
@@ -184,3 +186,17 @@ def check_count(value: Any, at_least: int, source: str, hint: str = "") -> int:
             f"{MAX_COUNT}{hint}"
         )
     return value
+
+
+def absolute_path(value: Any, source: str, kind: str) -> str:
+    """Return a path after checking it; `kind` says in the message what it is of."""
+    try:
+        # A path with a NUL, or of characters that the system cannot encode, is none.
+        is_path = isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path or not Path(value).is_absolute():
+        raise EvictionConfigError(
+            f"{source} is {quoted(value)}: give the absolute path of a {kind}"
+        )
+    return str(value)

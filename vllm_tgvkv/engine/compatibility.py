@@ -79,6 +79,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
         *_mixed_refusals(vllm_config, config, platform),
         *_cache_refusals(vllm_config, platform),
         *_summary_refusals(vllm_config, config),
+        *_recall_refusals(vllm_config, config, platform),
         *_draft_refusals(vllm_config, platform),
         *_rank_refusals(vllm_config, config, platform),
         *_replica_refusals(vllm_config),
@@ -295,6 +296,30 @@ def _summary_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tuple[
         # This package's kernel does not return its softmax denominators.
         (config.decode_kernel != "stock", f"{what} with decode_kernel: triton", of_kernel),
         *((is_refused, f"{what} {where}", way_out) for is_refused, where in cases),
+    )
+
+
+def _recall_refusals(
+    vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
+) -> tuple[Refusal, ...]:
+    """List what recall does not run with."""
+    recall, parallel = config.recall, vllm_config.parallel_config
+    if recall is None:
+        return ()
+    ranks, heads = parallel.tensor_parallel_size, evicted_kv_heads(vllm_config.model_config)
+    head_size = evicted_head_size(vllm_config.model_config)
+    return (
+        (not platform.supports_recall, "recall on this platform", "leave out recall,"),
+        (
+            ranks > heads,
+            f"recall where {ranks} ranks share {heads} KV heads",
+            f"use --tensor-parallel-size {heads} or less, leave out recall,",
+        ),
+        (
+            head_size * recall.sketch % 8,
+            f"recall.sketch: {recall.sketch} of heads of {head_size} values",
+            "use recall.sketch: 4, leave out recall,",
+        ),
     )
 
 

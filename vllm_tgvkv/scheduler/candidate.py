@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from vllm_tgvkv.config.server import NONE, EvictionConfig
 from vllm_tgvkv.policies import Policy, Summaries
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.cuts import STAGES, Cut, Cuts, plan_cuts
-from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Observation
+from vllm_tgvkv.shared.plan import Choice, ColumnSumChunk, Eviction, Observation
 from vllm_tgvkv.shared.prompt import (
     PRESSURE_ROWS,
     PromptMap,
@@ -46,6 +47,12 @@ class Candidate:
     """Blocks k to which pressure may cut the prompt, descending; () for other requests."""
     summaries: Summaries | None = None
     """How evicted tokens are summarised; None if they are dropped."""
+    every: int = 0
+    """Tokens between two choices of its tokens; 0 if what is evicted never comes back."""
+    num_sketch: int = 0
+    """Blocks of its region that hold a sketch of the prompt, so that it may."""
+    choice: int | None = None
+    """Tokens of the request that are computed at the next choice; None if there is none."""
     cut_in_step: int = 0
     """Step in which it was cut last."""
     num_cuts: int = 0
@@ -74,12 +81,40 @@ class Candidate:
         At later cuts and under pressure they are the newest ones since the cut before, in place of
         every row set of the method.
         """
+        if self.chooses_next:
+            assert self.choice is not None
+            rows = np.arange(self.choice - self.num_choice_rows, self.choice)
+            return Voters(dict.fromkeys(self.kinds, rows), rows, every_row=False)
         # The scheduler asks for every request in every step; comparing fields takes longer.
         if self.cut is None or self.cut is self.cuts.first:
             return self.voters
         first = max(self.cut.at - self.num_answer_rows, self.num_cut)
         rows = np.arange(first if self.kinds else self.cut.at, self.cut.at)
         return Voters(dict.fromkeys(self.kinds, rows), rows, every_row=False)
+
+    @property
+    def chooses_next(self) -> bool:
+        """Whether its next choice comes before its next cut, and before the rows that vote then."""
+        if self.choice is None or self.cut is None:
+            return self.choice is not None
+        return self.choice <= self.cut.at - self.num_answer_rows
+
+    @property
+    def next_at(self) -> int | None:
+        """Tokens that are computed at its next cut or choice; None if none is known."""
+        if self.chooses_next:
+            return self.choice
+        return None if self.cut is None else self.cut.at
+
+    def votes_after(self, end: int) -> bool:
+        """Return whether a choice comes next, and rows before `end` do not vote at it."""
+        # As most steps end so, without an array.
+        return self.chooses_next and end <= (self.choice or 0) - self.num_choice_rows
+
+    @property
+    def num_choice_rows(self) -> int:
+        """Newest rows that vote at a choice, none of which voted at the choice before."""
+        return min(self.options.defer or PRESSURE_ROWS, self.every)
 
     def most_cached(self, num_known: int, num_drafts: int) -> int:
         """Return the most tokens that the request may take from the prefix cache.
@@ -116,6 +151,7 @@ class Candidate:
         if self.summaries is not None:
             kinds = self.summaries.kinds(cut.num_retained, cut.num_replaced, has_vision)
             num_filled -= len(kinds)
+        num_filled -= self.num_sketch
         num_tail = max(self.prompt.num_tokens - cut.num_replaced * block_size, 0)
         return num_filled * block_size + num_tail
 
@@ -158,6 +194,7 @@ class Candidate:
         row_blocks: np.ndarray,
         stored: np.ndarray | None,
         is_whole: bool,
+        tier_blocks: np.ndarray | None = None,
     ) -> Eviction:
         """Return the next cut, whose blocks are swapped, for the worker.
 
@@ -166,6 +203,7 @@ class Candidate:
             row_blocks: block ids of the row after it, int32.
             stored: rows of the query pool with the queries of the rows that vote, int64.
             is_whole: whether the row was not compressed.
+            tier_blocks: blocks of the tier for the prompt, if it goes there now.
         """
         return Eviction(
             request_id=request_id,
@@ -185,20 +223,47 @@ class Candidate:
             stored=stored,
             is_reported=self.options.report,
             protected=self.options.protected,
+            num_sketch=self.num_sketch,
+            tier_blocks=tier_blocks,
         )
+
+    def choice_of(
+        self, request_id: str, stored: np.ndarray, row_blocks: np.ndarray, num_replaced: int
+    ) -> Choice:
+        """Return the next choice, for the worker.
+
+        Args:
+            stored: rows of the query pool with the queries of the rows that vote, int64.
+            row_blocks: block ids of the row, int32.
+            num_replaced: blocks of the row that its region replaces.
+        """
+        assert self.choice is not None
+        rows, tail = self.voters_of_cut.rows, row_blocks[num_replaced:]
+        return Choice(request_id, self.choice, rows, stored, tail)
 
     # -- its life -----------------------------------------------------------------------
 
     def advance(self) -> None:
         """Go on to the cut after the next one, which is made now."""
         assert self.cut is not None
+        self.choice = self.cut.at if self.every else None
+        if self.choice is not None:
+            self.choose_later()
         self.was_evicted = True
         self.num_cuts += 1
         self.num_cut = self.cut.at
         self.cut = self.cuts.after(self.cut)
 
+    def choose_later(self) -> None:
+        """Go on to the choice after the next one; the last tokens would serve no other."""
+        assert self.choice is not None
+        self.choice += self.every
+        if self.choice + 1 >= self.cuts.longest:
+            self.choice = None
+
     def restart(self) -> None:
         """Begin again after a preemption, with the whole cache."""
+        self.choice = None
         self.cut, self.num_cut, self.num_cuts, self.num_given_back = self.cuts.first, 0, 0, 0
 
 
@@ -209,8 +274,12 @@ def make_candidate(
     block_size: int,
     model: PretrainedConfig,
     max_model_len: int,
+    num_sketch: Callable[[int], int] = lambda num_tokens: 0,
 ) -> Candidate | str:
-    """Return a candidate, or the key of `SKIP_REASONS` why the request is not evicted."""
+    """Return a candidate, or the key of `SKIP_REASONS` why the request is not evicted.
+
+    `num_sketch` returns the blocks that a sketch of so many tokens takes.
+    """
     num_tokens = request.num_prompt_tokens
     longest = min(num_tokens + request.max_tokens, max_model_len)
     longest_answer = longest - num_tokens
@@ -232,9 +301,14 @@ def make_candidate(
     # At least one token is judged, for methods that compare tokens after the sinks.
     options = replace(options, protected=min(options.protected, num_tokens - 1))
     least = _least_blocks(options, config, policy, prompt, block_size)
+    recall = config.recall if options.recall else None
+    every, sketch = 0, 0
+    if recall is not None:
+        every, sketch = recall.every, num_sketch(num_full * block_size)
     if is_late:
         cuts = Cuts((), None, block_size, longest)
-        return _late_candidate(options, prompt, policy, cuts, least) or "budget_covers_prompt"
+        late = _late_candidate(options, prompt, policy, cuts, least, sketch)
+        return "budget_covers_prompt" if late is None else replace(late, every=every)
     # A budget `auto` counts on text and sinks being kept.
     is_certain = ~prompt.is_vision()[: num_full * block_size]
     is_certain[: max(config.sinks, options.protected)] = True
@@ -244,7 +318,7 @@ def make_candidate(
     # Of a short prompt only the ceiling evicts, as the answer grows.
     evictions = [(options.defer, options.budget), *options.later]
     scheduled = [
-        (n, min(max(budget.retained_blocks(num_tokens, block_size), least), num_full))
+        (n, min(max(budget.retained_blocks(num_tokens, block_size), least) + sketch, num_full))
         for n, budget in evictions
     ]
     if is_short:
@@ -259,20 +333,22 @@ def make_candidate(
         return "prompt_too_short" if is_short else "budget_covers_prompt"
     kinds, num_rows = policy.row_sets, config.num_answer_rows
     rows = voters(prompt, kinds, config.observation_window, options.defer)
-    more = num_rows, (), policy.summaries
+    more = num_rows, (), policy.summaries, every, sketch
     return Candidate(options, prompt, kinds, rows, cuts, guard, first, *more)
 
 
 def _late_candidate(
-    options: RequestOptions, prompt: PromptMap, policy: Policy, cuts: Cuts, least: int
+    options: RequestOptions, prompt: PromptMap, policy: Policy, cuts: Cuts, least: int, sketch: int
 ) -> Candidate | None:
     """Return a candidate that only pressure cuts; None if its budget covers the prompt.
 
-    No cut leaves less than `least` blocks.
+    No cut leaves less than `least` blocks, and those of a sketch.
     """
     stages = options.budget.stages(STAGES, prompt.num_tokens, cuts.block_size, least)
+    num_full = prompt.num_tokens // cuts.block_size
+    stages = tuple(k + sketch for k in stages if k + sketch < num_full)
     nobody = Voters({}, np.empty(0, np.int64), every_row=False)
-    more = options.defer or PRESSURE_ROWS, stages, policy.summaries
+    more = options.defer or PRESSURE_ROWS, stages, policy.summaries, 0, sketch
     found = Candidate(options, prompt, policy.row_sets, nobody, cuts, None, None, *more)
     return found if stages else None
 

@@ -49,7 +49,11 @@ class ChunkLimits:
         is_admitted = request.status is RequestStatus.RUNNING
         if (
             is_admitted
-            and (candidate is None or candidate.cut is None)
+            and (
+                candidate is None
+                or candidate.next_at is None
+                or candidate.votes_after(start + num_new)
+            )
             and request.request_id not in self._manager.order.prefills
         ):
             return num_new  # most requests in most steps
@@ -68,8 +72,8 @@ class ChunkLimits:
         rows are left for them.
         """
         end = start + num_new
-        if candidate is not None and candidate.cut is not None:
-            end = self._end_of_chunk(request, candidate, start, end)
+        if candidate is not None and (next_at := candidate.next_at) is not None:
+            end = self._end_of_chunk(request, candidate, next_at, start, end)
             if not self._takes_query_rows(request.request_id, candidate, start, end):
                 return 0
         if not self._manager.may_take(request, end):
@@ -80,22 +84,24 @@ class ChunkLimits:
             self._num_cut_tokens += end
         return end - start
 
-    def _end_of_chunk(self, request: Request, candidate: Candidate, start: int, end: int) -> int:
+    def _end_of_chunk(
+        self, request: Request, candidate: Candidate, next_at: int, start: int, end: int
+    ) -> int:
         """Return where the chunk of a candidate ends, at most at `end`.
 
-        It ends where the candidate is evicted, and where a later request with the same prompt takes
-        over a cached state: only the state at the end of a chunk can be cached. Only a preempted
+        It ends where the candidate is evicted or its tokens are chosen again, and where a later
+        request with the same prompt takes over a cached state: only the state at the end of a
+        chunk can be cached. Only a preempted
         request has tokens after its cut when it prefills: they follow in the next chunk, over the
         compressed cache, as they were computed the first time.
         """
-        assert candidate.cut is not None
-        end = min(end, candidate.cut.at)
+        end = min(end, next_at)
         if (interval := self._state_interval) is not None:
             reusable = self._manager.compressions[request.request_id].num_reusable
             if start < reusable // interval * interval < end:
                 end = reusable // interval * interval
         num_known = request.num_tokens + request.num_output_placeholders
-        if end > num_known and end == candidate.cut.at:
+        if end > num_known and end == next_at:
             # A draft would evict, and it may be rejected: wait until the token is known.
             end -= 1
         if candidate.voters_of_cut.every_row:
@@ -112,10 +118,16 @@ class ChunkLimits:
         each other for ever: one that waits for rows does not advance and so holds nobody back
         (`blocks/admission.py`), and if blocks run out vLLM preempts the last request with its rows.
         """
-        assert candidate.cut is not None
+        if candidate.votes_after(end):
+            return True
         rows = candidate.voters_of_cut.rows
         if not len(rows) or end <= rows[0]:
             return True
+        if candidate.chooses_next:  # which can do without
+            if not self._query_rows.take_spare(request_id, len(rows)):
+                candidate.choose_later()
+            return True
+        assert candidate.cut is not None
         if end == candidate.cut.at and start <= max(rows[0], candidate.num_cached):
             return True
         return self._query_rows.take(request_id, len(rows))

@@ -278,6 +278,7 @@ class Pressure:
             num_free -= fitting
             candidate.cut = Cut(each.at, fitting, num_full)
             self._manager.plan_cut(request, candidate.cut)
+            self._query_rows.give_back([request.request_id])  # of a choice that will not be made
             self._due[request.request_id] = option.num_retained - option.not_freed
 
     def _options(self, number: int, each: _Shrinkable) -> Iterator[_Option]:

@@ -15,6 +15,7 @@ class QueryRows:
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows, NO_ROW, -1))
+        self._num_rows = num_rows
         self._held: dict[str, np.ndarray] = {}
         self._new: list[str] = []
         """Requests that took rows in this step."""
@@ -37,6 +38,17 @@ class QueryRows:
         self._held[request_id] = np.array([self._free.pop() for _ in range(num_rows)], np.int64)
         self._new.append(request_id)
         return True
+
+    def take_spare(self, request_id: str, num_rows: int) -> bool:
+        """Give a request `num_rows` rows unless it holds some, if nobody may need them.
+
+        Half of the rows stay for requests that cannot go on without any.
+        """
+        if request_id in self._held:
+            return True
+        if num_rows > len(self._free) - self._num_rows // 2:
+            return False
+        return self.take(request_id, num_rows)
 
     def of(self, request_id: str) -> np.ndarray | None:
         """Return the rows that a request holds, int64, or None."""

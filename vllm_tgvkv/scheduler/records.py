@@ -19,8 +19,15 @@ from vllm_tgvkv.scheduler.candidate import Candidate
 from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.metrics import LAYERS, STATES, MetricsBuffer
-from vllm_tgvkv.shared.plan import Outcome
-from vllm_tgvkv.shared.report import Cause, CutCause, CutReport, EvictionReport, MemoryReport
+from vllm_tgvkv.shared.plan import ChoiceOutcome, Outcome
+from vllm_tgvkv.shared.report import (
+    Cause,
+    CutCause,
+    CutReport,
+    EvictionReport,
+    MemoryReport,
+    RecallReport,
+)
 
 logger = init_logger("vllm.tgvkv")
 
@@ -101,6 +108,7 @@ class Records:
             report.add_cut(CutReport(num_answer, num_before, num_after, num_kept, cause))
             report.memory = self._memory(request, candidate, cut, report.blocks_before, num_after)
             report.trace = request.request_id if options.trace else None
+            report.sketch_blocks = candidate.num_sketch
         logger.debug(
             "KV eviction of %s after %d tokens of the answer: %s, %s; %d of %d prompt tokens kept "
             "a head, blocks %d -> %d",
@@ -118,6 +126,17 @@ class Records:
         """Record that a request has its whole prompt back."""
         self.counters.restored(candidate.options.policy)
         self._came_back(request, "restored")
+
+    def recalled(self, candidate: Candidate, outcome: ChoiceOutcome) -> None:
+        """Record the tokens that a choice brings back."""
+        assert outcome.num_recalled is not None
+        self.counters.recalled(candidate.options.policy, outcome.num_recalled)
+        if report := self.reports.get(outcome.request_id):
+            report.recalls.append(RecallReport(outcome.num_answer, round(outcome.num_recalled, 2)))
+
+    def recall_lost(self, candidate: Candidate, fault: str) -> None:
+        """Record that what a request lacks does not come back any more."""
+        self.counters.recall_lost(candidate.options.policy, fault)
 
     def preempted(self, request: Request) -> None:
         """Record that a preemption undoes the cuts of a request that only pressure cuts.
@@ -148,7 +167,7 @@ class Records:
         if report := self.reports.get(outcome.request_id):
             report.add_outcome(outcome)
 
-    def update(self, stats: SchedulerStats, is_idle: bool) -> None:
+    def update(self, stats: SchedulerStats, is_idle: bool, num_tier_blocks: int) -> None:
         """Add the metrics to vLLM's statistics; log the totals at vLLM's interval."""
         now = time.monotonic()
         if (metrics := self.counters.metrics) is not None:
@@ -157,6 +176,7 @@ class Records:
                 self._last_gauges = now
                 manager = self._manager
                 names = filter(manager.is_compressed, manager.compressions)
+                metrics.set("tier_blocks_held", num_tier_blocks)
                 states = manager.states()
                 for state in STATES:
                     metrics.set("requests_by_state", states[state], state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -25,10 +26,12 @@ from vllm_tgvkv.scheduler.candidate import Candidate, make_candidate
 from vllm_tgvkv.scheduler.chunks import ChunkLimits
 from vllm_tgvkv.scheduler.pressure import Pressure
 from vllm_tgvkv.scheduler.query_rows import QueryRows
+from vllm_tgvkv.scheduler.recalls import Recalls
 from vllm_tgvkv.scheduler.records import Records
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.shared.plan import (
+    ChoiceOutcome,
     Eviction,
     Failure,
     Outcome,
@@ -74,6 +77,10 @@ class EvictionScheduler(Scheduler):
         self.candidates: dict[str, Candidate] = {}
         """Requests that are evicted, now or later, by id."""
         self.query_rows = QueryRows(config.num_query_rows)
+        self._spec = self.kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
+        recall = config.recall
+        num_tier_blocks = recall.num_tier_blocks(self.vllm_config, self._spec) if recall else 0
+        self.recalls = Recalls(num_tier_blocks)
         self.manager.num_watermark = self.kv_cache_manager.watermark_blocks
         self.pressure = Pressure(
             self.manager,
@@ -140,7 +147,13 @@ class EvictionScheduler(Scheduler):
             self.records.open_report(request, options)
         model = self.vllm_config.model_config.hf_config
         candidate = make_candidate(
-            request, options, self.eviction_config, self.tokens_per_block, model, self.max_model_len
+            request,
+            options,
+            self.eviction_config,
+            self.tokens_per_block,
+            model,
+            self.max_model_len,
+            self._num_sketch_blocks,
         )
         if isinstance(candidate, str):
             self.records.skip(request, options.policy, candidate)
@@ -150,6 +163,10 @@ class EvictionScheduler(Scheduler):
             self.candidates[request.request_id] = candidate
             self.pressure.arrive(request.request_id, candidate)
             self.manager.expect(request, candidate.cut, self._most_cached(request, candidate))
+
+    def _num_sketch_blocks(self, num_tokens: int) -> int:
+        recall = self.eviction_config.recall
+        return 0 if recall is None else recall.num_sketch_blocks(num_tokens, self._spec)
 
     # -- admission ----------------------------------------------------------------------
 
@@ -202,8 +219,9 @@ class EvictionScheduler(Scheduler):
         self._forgotten = []
         for request_id, num_scheduled in scheduled.items():
             candidate = self.candidates.get(request_id)
-            if candidate is not None and candidate.cut is not None:
+            if candidate is not None and candidate.next_at is not None:
                 self._plan_chunk(plan, self.requests[request_id], candidate, num_scheduled)
+        plan.unrecallable = self.recalls.drain()  # also of those that lost them in this step
         if not self.use_v2_model_runner:  # which is sent whole requests when they are resumed
             for request_id in output.scheduled_encoder_inputs:
                 request = self.requests[request_id]
@@ -211,6 +229,7 @@ class EvictionScheduler(Scheduler):
                     plan.images[request_id] = request.mm_features
         plan.counters = self.records.counters.take_if_changed()
         if self.eviction_config.debug.check_integrity:
+            self.recalls.check(set(filter(self.manager.is_compressed, self.candidates)))
             check_integrity(self.manager, self.other_managers, self.requests.keys())
         return attach_plan(output, plan)
 
@@ -219,6 +238,9 @@ class EvictionScheduler(Scheduler):
         request = self.pressure.begin_step(self.running, self.waiting)
         if request is None:
             return []
+        self.recalls.end(request.request_id)
+        self.query_rows.give_back([request.request_id])  # of a choice that will not be made
+        self.candidates[request.request_id].choice = None
         self.records.restored(request, self.candidates[request.request_id])
         return [Restored(request.request_id, self.manager.block_ids(request.request_id))]
 
@@ -227,16 +249,35 @@ class EvictionScheduler(Scheduler):
     ) -> None:
         """Add the worker's part in a chunk of a candidate before its next cut."""
         end = request.num_computed_tokens  # vLLM has advanced it by this chunk already
+        if candidate.votes_after(end):
+            return
         start = end - num_scheduled
         stored = self.query_rows.of(request.request_id)
         if (rows := candidate.observation(request.request_id, start, end, stored)) is not None:
             plan.observations.append(rows)
+        if candidate.chooses_next:
+            self._plan_choice(plan, request, candidate, stored)
+            return
         if candidate.voters_of_cut.every_row:
             blocks = self.manager.block_ids(request.request_id, end)
             plan.summings.append(candidate.column_sums(request.request_id, start, end, blocks))
         assert candidate.cut is not None
         if end == candidate.cut.at:
             plan.evictions.append(self._evict(request, candidate, candidate.cut))
+
+    def _plan_choice(
+        self, plan: StepPlan, request: Request, candidate: Candidate, stored: np.ndarray | None
+    ) -> None:
+        """Let the worker choose a request's tokens again, if this chunk ends where it is due."""
+        if request.num_computed_tokens != candidate.choice:
+            return
+        request_id = request.request_id
+        if stored is not None:
+            row_blocks = self.manager.block_ids(request_id, candidate.choice)
+            num_replaced = self.manager.compressions[request_id].num_replaced
+            plan.choices.append(candidate.choice_of(request_id, stored, row_blocks, num_replaced))
+            self.query_rows.give_back([request_id])
+        candidate.choose_later()
 
     def _evict(self, request: Request, candidate: Candidate, cut: Cut) -> Eviction:
         """Swap the blocks of the candidate's next cut; return what the worker has to do."""
@@ -249,10 +290,14 @@ class EvictionScheduler(Scheduler):
             self.records.counters.deferred(candidate.options.policy)
         self.records.give_back(candidate, manager.swap(request_id))
         row_blocks, stored = manager.block_ids(request_id), self.query_rows.of(request_id)
-        eviction = candidate.eviction(request_id, cut, old_blocks, row_blocks, stored, is_whole)
+        tier_blocks = self._keep_for_recall(request_id, candidate, cut) if is_whole else None
+        more = stored, is_whole, tier_blocks
+        eviction = candidate.eviction(request_id, cut, old_blocks, row_blocks, *more)
         # Free from now on: the rows are read in this step, and written by later ones.
         self.query_rows.give_back([request_id])
         candidate.advance()
+        if not self.recalls.has(request_id):
+            candidate.choice = None
         self.pressure.made(request_id)
         manager.expect(request, candidate.cut)
         if candidate.guard is None:
@@ -263,6 +308,26 @@ class EvictionScheduler(Scheduler):
             candidate.num_pending += 1
         return eviction
 
+    def _keep_for_recall(
+        self, request_id: str, candidate: Candidate, cut: Cut
+    ) -> np.ndarray | None:
+        """Return blocks of the tier for a prompt that is cut, if it may be recalled."""
+        if not candidate.every:
+            return None
+        blocks, losing = self.recalls.begin(request_id, cut.num_replaced)
+        for name in losing:
+            self._lose_recall(name, "full")
+        return blocks
+
+    def _lose_recall(self, request_id: str, fault: str) -> None:
+        """Let a request go on with the tokens that it has."""
+        candidate = self.candidates[request_id]
+        self.recalls.end(request_id)
+        if candidate.chooses_next:
+            self.query_rows.give_back([request_id])
+        candidate.choice = None
+        self.records.recall_lost(candidate, fault)
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -271,10 +336,26 @@ class EvictionScheduler(Scheduler):
             if isinstance(outcome, Failure):
                 self._fail(outcome)
                 continue
+            if isinstance(outcome, ChoiceOutcome):
+                self._recalled(outcome)
+                continue
             if outcome.num_retained is not None:
                 self._trim(outcome, outcome.num_retained)
             self.records.outcome(outcome)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _recalled(self, outcome: ChoiceOutcome) -> None:
+        """Record how many tokens a choice brings back, or that the tier failed."""
+        request_id, candidate = outcome.request_id, self.candidates.get(outcome.request_id)
+        if candidate is None:
+            return  # it ended meanwhile
+        if outcome.num_recalled is None:
+            if self.recalls.has(request_id):
+                self._lose_recall(request_id, "failed")
+            return
+        if outcome.num_recalled:
+            self.recalls.recalled(request_id)
+        self.records.recalled(candidate, outcome)
 
     def _fail(self, failure: Failure) -> None:
         """End a request whose prompt could not be judged: its blocks are swapped already."""
@@ -317,6 +398,7 @@ class EvictionScheduler(Scheduler):
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
             self.pressure.undo(request.request_id)
+            self.recalls.end(request.request_id)
             candidate.restart()
             self.manager.expect(request, candidate.cut)
             candidate.num_stale = candidate.num_pending
@@ -332,6 +414,7 @@ class EvictionScheduler(Scheduler):
             elif candidate.options.defer and not was_counted:
                 self.records.skip(request, candidate.options.policy, "answer_too_short")
             self.pressure.end(request.request_id)
+            self.recalls.end(request.request_id)
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
             self.manager.forget(request.request_id)
@@ -343,7 +426,7 @@ class EvictionScheduler(Scheduler):
         """Return vLLM's statistics with the metrics."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            self.records.update(stats, is_idle=not self.running)
+            self.records.update(stats, not self.running, self.recalls.num_held)
         return stats
 
 

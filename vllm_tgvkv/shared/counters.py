@@ -43,6 +43,12 @@ class EvictionCounters:
     """Times that a request got its whole prompt back."""
     requests_whole: int = 0
     """Requests that ended without a cut, because memory was never short (`when: pressure`)."""
+    choices: int = 0
+    """Times that the tokens of a request were chosen again out of its whole prompt."""
+    recalled_tokens: float = 0.0
+    """Tokens that came back by these, mean over layers and heads."""
+    recalls_lost: Counter[str] = field(default_factory=Counter)
+    """Requests whose evicted tokens can not come back any more, by `TIER_FAULTS`."""
     blocks_given_back: int = 0
     """Blocks returned to the pool, less the fresh ones taken. Blocks shared with another request
     are not returned."""
@@ -71,6 +77,16 @@ class EvictionCounters:
     def restored(self, policy: str) -> None:
         self.requests_restored += 1
         self._count("restored_requests", policy)
+
+    def recalled(self, policy: str, num_tokens: float) -> None:
+        self.choices += 1
+        self.recalled_tokens += num_tokens
+        self._count("choices", policy)
+        self._observe("recalled_tokens", policy, value=num_tokens)
+
+    def recall_lost(self, policy: str, fault: str) -> None:
+        self.recalls_lost[fault] += 1
+        self._count("recalls_lost", policy, fault)
 
     def stayed_whole(self, policy: str) -> None:
         self.requests_whole += 1
@@ -130,5 +146,8 @@ class EvictionCounters:
             "cuts": dict(self.cuts),
             "requests_restored": self.requests_restored,
             "requests_whole": self.requests_whole,
+            "choices": self.choices,
+            "recalled_tokens": round(self.recalled_tokens, 3),
+            "recalls_lost": dict(self.recalls_lost),
             "blocks_given_back": self.blocks_given_back,
         }

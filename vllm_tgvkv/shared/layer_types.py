@@ -50,6 +50,16 @@ def evicted_head_size(model: ModelConfig) -> int:
     return model.model_arch_config[_full_layer(model)].head_size
 
 
+def evicted_layers(model: ModelConfig) -> int:
+    """Return the number of layers with full attention and a cache of their own."""
+    text = model.hf_text_config
+    kinds = getattr(text, "layer_types", None) or ()
+    num_layers = model.get_total_num_hidden_layers()
+    num_owners = num_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
+    full = [kind in _SERVED for kind in kinds[:num_owners]]
+    return sum(full) or num_owners
+
+
 def _full_layer(model: ModelConfig) -> int:
     """Return the index of a layer with full attention, or 0 if none has a window.
 

@@ -19,6 +19,9 @@ _PREFIX = "kv_eviction"
 LAYERS = ("evicted", "window", "state")
 """Values of the label `layers`: eviction does not reach the last two."""
 
+TIER_FAULTS = ("full", "failed")
+"""Values of the label `fault`: why what a request lacks does not come back any more."""
+
 STATES = ("whole", "shrunk", "restored")
 """Values of the label `state`."""
 
@@ -85,6 +88,32 @@ METRICS = {
             "counter",
             "KV blocks that evictions gave back to the pool, what they retained deducted.",
             ("policy",),
+        ),
+        Metric(
+            "choices",
+            "counter",
+            "Times that the tokens of a request were chosen again out of its whole prompt.",
+            ("policy",),
+        ),
+        Metric(
+            "recalled_tokens",
+            "histogram",
+            "Evicted tokens that a choice brought back, mean over layers and heads.",
+            ("policy",),
+            buckets=(0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+            unit=1e-2,
+        ),
+        Metric(
+            "recalls_lost",
+            "counter",
+            "Requests whose evicted tokens can not come back any more: the tier was full or "
+            "failed.",
+            ("policy", "fault"),
+        ),
+        Metric(
+            "tier_blocks_held",
+            "gauge",
+            "Blocks of the tier that hold evicted prompts.",
         ),
         Metric(
             "deferred_requests",

@@ -87,6 +87,11 @@ class Eviction:
     """Whether the request asked for a report, which needs the outcome of each of its evictions."""
     protected: int = 0
     """First tokens of the prompt that every head keeps, if there are more than sinks."""
+    num_sketch: int = 0
+    """Last blocks of the region, which hold a sketch of the prompt's keys."""
+    tier_blocks: np.ndarray | None = None
+    """Blocks of the tier for the prompt's full blocks, int32; None if it can not be recalled, or
+    lies there already."""
 
     def protected_pages(self, block_size: int) -> int:
         """Return the pages that every head gets for them, beside its floor."""
@@ -114,6 +119,21 @@ class Eviction:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A compressed request whose tokens are chosen again after this step, see `recaller.py`."""
+
+    request_id: str
+    num_tokens: int
+    """Tokens of the request that are computed then."""
+    rows: np.ndarray
+    """Positions of the rows that vote, the newest ones, int64."""
+    stored: np.ndarray
+    """Rows of the query pool with their queries, int64."""
+    tail_blocks: np.ndarray
+    """Block ids of the row behind its region, int32."""
+
+
+@dataclass(frozen=True)
 class Restored:
     """A request that has its whole prompt back from this step on."""
 
@@ -136,6 +156,9 @@ class StepPlan:
     observations: list[Observation] = field(default_factory=list)
     summings: list[ColumnSumChunk] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    unrecallable: list[str] = field(default_factory=list)
+    """Requests that have no blocks of the tier any more."""
     images: dict[str, list[MultiModalFeatureSpec]] = field(default_factory=dict)
     """All images of resumed requests with some to encode in this step. vLLM does not send a worker
     the data of images that a prefix-cache hit covered, and a preemption may lose the hit."""
@@ -176,6 +199,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class ChoiceOutcome:
+    """Result of a choice, of the first rank in the last stage."""
+
+    request_id: str
+    num_answer: int
+    """Tokens of the answer that were computed by then."""
+    num_recalled: float | None
+    """Tokens that came back, mean over layers and heads; None if the tier failed, and nothing comes
+    back any more."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """A prompt that could not be judged: its method raised, or memory ran out."""
 
@@ -207,7 +242,7 @@ class SchedulerOutputWithPlan(SchedulerOutput):
 class ModelRunnerOutputWithOutcomes(ModelRunnerOutput):
     """The result of a step that evicted, from a worker to the scheduler."""
 
-    outcomes: Sequence[Outcome | Failure] = ()
+    outcomes: Sequence[Outcome | ChoiceOutcome | Failure] = ()
 
 
 def attach_plan(output: SchedulerOutput, plan: StepPlan) -> SchedulerOutput:
@@ -221,12 +256,12 @@ def plan_of(output: SchedulerOutput) -> StepPlan:
 
 
 def attach_outcomes(
-    output: ModelRunnerOutput, outcomes: Sequence[Outcome | Failure]
+    output: ModelRunnerOutput, outcomes: Sequence[Outcome | ChoiceOutcome | Failure]
 ) -> ModelRunnerOutput:
     """Return a step's result with its outcomes; `output` itself if there are none."""
     return ModelRunnerOutputWithOutcomes(**vars(output), outcomes=outcomes) if outcomes else output
 
 
-def outcomes_of(output: ModelRunnerOutput) -> Sequence[Outcome | Failure]:
+def outcomes_of(output: ModelRunnerOutput) -> Sequence[Outcome | ChoiceOutcome | Failure]:
     """Return the outcomes that were attached to a step's result."""
     return output.outcomes if isinstance(output, ModelRunnerOutputWithOutcomes) else ()

@@ -53,6 +53,16 @@ class MemoryReport:
 
 
 @dataclass
+class RecallReport:
+    """One choice of a request's tokens out of its whole prompt."""
+
+    answer_tokens: int
+    """Tokens of the answer that were computed by then."""
+    recalled_tokens: float
+    """Tokens that came back, and as many that went, mean over layers and heads."""
+
+
+@dataclass
 class EvictionReport:
     """Report on a request's cache in its response, if the request asked for one."""
 
@@ -89,6 +99,10 @@ class EvictionReport:
     """Of all layers; None if nothing was evicted."""
     cuts: list[CutReport] = field(default_factory=list)
     """All changes of the request's cache, in order."""
+    sketch_blocks: int = 0
+    """Part of `blocks_after` that holds a sketch of the prompt's keys, for recall."""
+    recalls: list[RecallReport] = field(default_factory=list)
+    """All choices, in order; those that a preemption undid as well."""
 
     def add_cut(self, cut: CutReport) -> None:
         """Add a cut; if it is at a known token, a preemption undid those from this token on."""

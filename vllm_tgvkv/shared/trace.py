@@ -66,6 +66,10 @@ class Trace:
     """Number of first tokens that are kept before all others."""
     stage_blocks: int = 0
     """Blocks of the region if pipeline stages needed different numbers, else 0."""
+    sketch_blocks: int = 0
+    """Blocks of the region that hold a sketch of the prompt, for recall."""
+    recalled: float | None = None
+    """Tokens that came back by a choice, mean over layers and heads; None for a cut."""
     earlier: tuple[Trace, ...] = ()
     """The request's earlier cuts, oldest first, each without earlier ones of its own."""
 
@@ -177,15 +181,17 @@ class Trace:
             return self
         return self.cuts[index] if 0 <= index < len(self.cuts) else None
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self) -> dict[str, Any]:
         """Return when this cut was made, and the sizes of the cache around it."""
         num_kept = round(int(self.counts.sum()) * self.block_size / self.counts.size)
         num_blocks = -(-(self.prompt.num_tokens + self.num_answer) // self.block_size)
+        num_after = num_blocks - self.num_replaced + self.num_token_blocks + self.sketch_blocks
         return {
             "answer_tokens": self.num_answer,
-            "blocks_before": self.blocks_before,
-            "blocks_after": num_blocks - self.num_replaced + self.num_token_blocks,
+            "blocks_before": self.blocks_before if self.recalled is None else num_after,
+            "blocks_after": num_after,
             "kept_tokens": num_kept + self._num_tokens - self._num_candidates,
+            "recalled_tokens": self.recalled,
         }
 
     @property

@@ -6,28 +6,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.v1.attention import selector
+from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, is_quantized_kv_cache
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_tgvkv.attention.base import EvictingBuilder, EvictingImpl
+from vllm_tgvkv.blocks.manager import EvictingSpec
 from vllm_tgvkv.blocks.states import packed_block_size, with_plain_specs, with_state_specs
-from vllm_tgvkv.cache.pages import FP8, page_pool
+from vllm_tgvkv.cache.pages import FP8, PagePool, page_pool
 from vllm_tgvkv.config.server import config_of
 from vllm_tgvkv.gates.tap import attach_taps
+from vllm_tgvkv.recall.tier import FileTier, MemoryTier, Tier
 from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.plan import Eviction, Restored, attach_outcomes, plan_of
+from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.worker.outcomes import Outcomes
 from vllm_tgvkv.worker.ranks import tensor_ranks
+from vllm_tgvkv.worker.recaller import Recaller
 from vllm_tgvkv.worker.stages import pipeline_stages
 
 if TYPE_CHECKING:
@@ -122,6 +128,7 @@ class EvictingWorker:
             tensor_ranks(self.vllm_config),
             pipeline_stages(len(layers)),
             self.vllm_config.model_config.dtype,
+            self._recaller_of(pool, layers, builder.kv_cache_spec),
         )
         indices = {layer.layer_name: index for index, layer in enumerate(layers)}
         for layer in members:
@@ -130,6 +137,25 @@ class EvictingWorker:
         builder.bind(self._evictor, self.rows)
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
+
+    def _recaller_of(
+        self, pool: PagePool, layers: Sequence[AttentionLayer], spec: EvictingSpec
+    ) -> Callable[[ObserverContext], Recaller] | None:
+        """Return a function that makes the worker's part of recall; None if there is none."""
+        recall = config_of(self.vllm_config).recall
+        if recall is None:
+            return None
+        is_quantised = is_quantized_kv_cache(self.vllm_config.cache_config.cache_dtype)
+        scales = [
+            layer.impl.scale * (layer._k_scale_float if is_quantised else 1.0) for layer in layers
+        ]
+        num_blocks = recall.num_tier_blocks(self.vllm_config, spec)
+        tier: Tier
+        if recall.folder is None:
+            tier = MemoryTier(pool, num_blocks)
+        else:
+            tier = FileTier(pool, num_blocks, recall.folder)
+        return partial(Recaller, tier=tier, bits=recall.sketch, scales=scales)
 
     def _evicted_group(self) -> tuple[int, EvictingBuilder[Any]]:
         """Return the evicted layers' index among vLLM's KV cache groups, and their builder."""

@@ -110,6 +110,11 @@ class ScoredPrompt:
         counts = self._deal(dealt, least, guard is not None)[:, self.heads]
         return Decision(counts, self._fill(counts, num_token_blocks, guard is not None), dealt)
 
+    def fill(self, counts: Tensor, num_token_blocks: int) -> Decision:
+        """Return the tokens for given pages of every (layer, head), int64 `[L, H]`."""
+        num_blocks = torch.full((), num_token_blocks, device=counts.device)
+        return Decision(counts, self._fill(counts, num_token_blocks, guarded=False), num_blocks)
+
     def preference(self, counts: Tensor, guarded: bool) -> Tensor:
         """Return which candidates came before others, whatever their scores, for a trace.
 

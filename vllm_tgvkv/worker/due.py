@@ -80,8 +80,9 @@ class DueEviction:
 
     @property
     def num_token_blocks(self) -> int:
-        """Blocks of the region that hold tokens; the others hold summaries."""
-        return self.eviction.num_retained - len(self.summary_kinds)
+        """Blocks of the region that hold tokens; the others hold summaries or a sketch."""
+        eviction = self.eviction
+        return eviction.num_retained - len(self.summary_kinds) - eviction.num_sketch
 
     @property
     def keeps_unpooled(self) -> bool:

@@ -29,8 +29,8 @@ from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.statistics import Scratch
-from vllm_tgvkv.shared.plan import Failure, StepPlan
-from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Traces
+from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, StepPlan
+from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Trace, Traces
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision
@@ -38,6 +38,7 @@ from vllm_tgvkv.worker.due import DueEviction
 from vllm_tgvkv.worker.observation import PromptObservation
 from vllm_tgvkv.worker.outcomes import Outcomes, PendingOutcome, start_trace
 from vllm_tgvkv.worker.ranks import Ranks
+from vllm_tgvkv.worker.recaller import Recaller
 from vllm_tgvkv.worker.region_writer import RegionWriter
 from vllm_tgvkv.worker.stages import Stages
 
@@ -60,8 +61,14 @@ class Evictor:
         ranks: Ranks,
         stages: Stages,
         query_dtype: torch.dtype | None = None,
+        recaller: Callable[[ObserverContext], Recaller] | None = None,
     ) -> None:
-        """Make an evictor; `query_dtype` is the dtype of the model, by default of the cache."""
+        """Make an evictor.
+
+        Args:
+            query_dtype: dtype of the model, by default of the cache.
+            recaller: makes the part that brings evicted tokens back; None if none comes back.
+        """
         self.config = config
         self.decode_kernel = config.decode_kernel
         self.pool = pool
@@ -77,6 +84,7 @@ class Evictor:
             gate_outputs = GateOutputs(num_blocks, shape, device)
         self.context = ObserverContext(pool, queries, self.regions, ranks, stages, gate_outputs)
         self._writer = RegionWriter(self.context, self.summaries)
+        self._recaller = recaller(self.context) if recaller is not None else None
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
         self.plan = StepPlan()
@@ -102,6 +110,8 @@ class Evictor:
         self.context.scratch = Scratch()  # frees the last step's buffers
         self.regions.release(plan.released)
         self.summaries.release(plan.released)
+        if self._recaller is not None:
+            self._recaller.begin_step(plan.unrecallable)
         for request_id in plan.forgotten:
             self.observations.pop(request_id, None)
         if plan.poisoned:
@@ -185,15 +195,32 @@ class Evictor:
         the last one and return None.
         """
         ended, self.ended = self.ended, []
+        choices = self._choose()
         exchanges = self.stages.size > 1 and self._may_fail
-        if not (ended or exchanges):
+        if not (ended or choices or exchanges):
             return None
-        outcomes = Outcomes(ended, self.shape.block_size, self.traces, self.stages)
+        outcomes = Outcomes(ended, self.shape.block_size, self.traces, self.stages, choices)
         if self.stages.is_last:
             return outcomes
         if exchanges:
             self.stages.tell(outcomes.of_stage())
         return None
+
+    def _choose(self) -> list[tuple[ChoiceOutcome, Trace | None]]:
+        """Choose the tokens of rows again whose evicted tokens may come back."""
+        recaller = self._recaller
+        if recaller is None:
+            return []
+        found: list[tuple[ChoiceOutcome, Trace | None]] = []
+        for choice in self.plan.choices:
+            chosen = recaller.choose(choice)
+            if chosen is None:
+                continue
+            found.append((chosen.outcome, chosen.trace))
+            if self.config.debug.record_kept:
+                self.kept.append((choice.request_id, chosen.decision))
+        lost = ((ChoiceOutcome(request_id, 0, None), None) for request_id in recaller.failed)
+        return [*found, *lost]
 
     # -- after the last layer -----------------------------------------------------------
 
@@ -234,6 +261,8 @@ class Evictor:
         with seen.stopwatch.time("copy"):
             positions = self._writer.copy(due, decision)
             self._writer.summarise(due, scored, positions, offsets)
+            if self._recaller is not None:
+                self._recaller.cut(due, positions, offsets)
         self._writer.store(due, due.num_token_blocks, offsets)
         return PendingOutcome(
             due.eviction,
@@ -241,7 +270,9 @@ class Evictor:
             decision.count_vision(due.prompt.is_vision) if due.eviction.has_outcome else None,
             self.shape.num_pairs * self.ranks.size,
             seen.stopwatch,
-            start_trace(due, scored, decision) if self.ranks.rank == 0 else None,
+            start_trace(due.eviction, scored, decision, due.num_token_blocks)
+            if self.ranks.rank == 0
+            else None,
             decision if self.config.debug.record_kept else None,
         )
 

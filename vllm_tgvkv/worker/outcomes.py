@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_tgvkv.shared.plan import Eviction, Failure, Outcome
+from vllm_tgvkv.shared.plan import ChoiceOutcome, Eviction, Failure, Outcome
 from vllm_tgvkv.shared.trace import Trace, Traces
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
-from vllm_tgvkv.worker.due import DueEviction
 from vllm_tgvkv.worker.stages import Stages
 from vllm_tgvkv.worker.stopwatch import Stopwatch
 
@@ -74,7 +73,9 @@ class Outcomes:
         block_size: int,
         traces: Traces,
         stages: Stages,
+        choices: Sequence[tuple[ChoiceOutcome, Trace | None]] = (),
     ) -> None:
+        self._choices = choices
         self._pending = [part for part in ended if isinstance(part, PendingOutcome)]
         self._failures = [part for part in ended if isinstance(part, Failure)]
         self._block_size = block_size
@@ -100,15 +101,19 @@ class Outcomes:
         ]
         return [*outcomes, *self._failures]
 
-    def read(self) -> list[Outcome | Failure]:
+    def read(self) -> list[Outcome | ChoiceOutcome | Failure]:
         """Wait for the copy and for all stages, store traces, and return what is to be counted.
 
         Returns:
             Outcomes in all layers: failures, first evictions, and all evictions of requests that
-            asked for a report.
+            asked for a report. And outcomes of choices.
         """
         evictions = {pending.eviction.request_id: pending.eviction for pending in self._pending}
-        found: list[Outcome | Failure] = []
+        found: list[Outcome | ChoiceOutcome | Failure] = []
+        for choice, trace in self._choices:
+            found.append(choice)
+            if trace is not None:
+                self._traces.add(trace)
         for part in self._stages.join(self.of_stage()):
             if isinstance(part, Failure):
                 found.append(part)
@@ -131,20 +136,31 @@ def _of_request(joined: Outcome, eviction: Eviction, block_size: int) -> Outcome
     return replace(joined, kept=means, num_pairs=1, trace=None)
 
 
-def start_trace(due: DueEviction, scored: ScoredPrompt, decision: Decision) -> Trace | None:
+def start_trace(
+    eviction: Eviction,
+    scored: ScoredPrompt,
+    decision: Decision,
+    num_token_blocks: int,
+    num_answer: int | None = None,
+    recalled: float | None = None,
+) -> Trace | None:
     """Start the copy of a trace to the host, if the request asked for one.
 
     It covers the heads of all ranks. Its arrays are valid once the step is done.
+
+    Args:
+        num_token_blocks: blocks that were dealt.
+        num_answer: tokens of the answer at a choice that follows the eviction.
+        recalled: tokens that came back by it, mean over layers and heads.
     """
 
     def on_host(array: torch.Tensor) -> np.ndarray:
         return array.to("cpu", non_blocking=True).numpy()
 
-    eviction = due.eviction
     if eviction.traced_budget is None:
         return None
     if scored.num_parts > 1:
-        decision = scored.of_all_heads().decide(due.num_token_blocks, eviction.guard)
+        decision = scored.of_all_heads().decide(num_token_blocks, eviction.guard)
     preference = scored.preference(decision.counts, eviction.guard is not None)
     scores, unpooled = scored.scores, scored.unpooled
     if scored.present is not None:  # tokens that an earlier cut evicted have no score
@@ -153,10 +169,10 @@ def start_trace(due: DueEviction, scored: ScoredPrompt, decision: Decision) -> T
         id=eviction.request_id,
         policy=eviction.method,
         budget=eviction.traced_budget,
-        granularity=due.policy.granularity,
+        granularity=scored.policy.granularity,
         time=time.time(),
         prompt=eviction.prompt,
-        num_answer=eviction.num_answer,
+        num_answer=eviction.num_answer if num_answer is None else num_answer,
         num_replaced=eviction.num_replaced,
         blocks_before=int(np.count_nonzero(eviction.old_blocks)),
         block_size=scored.block_size,
@@ -165,6 +181,8 @@ def start_trace(due: DueEviction, scored: ScoredPrompt, decision: Decision) -> T
         scores=on_host(scores),
         unpooled=None if unpooled is None else on_host(unpooled),
         preference=on_host(preference),
-        preferred=due.policy.retention.preferred,
-        sinks=due.prompt.sinks,
+        preferred=scored.policy.retention.preferred,
+        sinks=scored.prompt.sinks,
+        sketch_blocks=eviction.num_sketch,
+        recalled=recalled,
     )

@@ -65,8 +65,7 @@ class RegionWriter:
         self._context.regions.add(
             eviction.request_id, first_block, num_token_blocks, eviction.num_replaced, offsets
         )
-        num_summaries = eviction.num_retained - num_token_blocks
-        self._summaries.add(first_block, num_token_blocks, num_summaries)
+        self._summaries.add(first_block, num_token_blocks, len(due.summary_kinds))
 
     def store_failed(self, due: DueEviction) -> None:
         """Store a region of valid shape for an eviction that failed.

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall in the worker: choose a row's tokens again out of its whole prompt, and exchange them.
+
+    at the cut         the prompt's keys and values -> the tier; a sketch of its keys -> the pool
+    every few tokens   the newest rows' attention to the sketch, and to the answer's keys
+                       -> the policy's scores -> the tokens that each (layer, head) shall have
+    the next step      the tokens that come are read from the tier
+    the one after it   they take the slots of the tokens that go
+
+So a choice is in force from the second step after it. The pages of every (layer, head), and so the
+page tables, stay as the cut left them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from vllm_tgvkv.kernels.exchange import exchange
+from vllm_tgvkv.kernels.row_chunks import observe_keys
+from vllm_tgvkv.policies import LayerView, Policy, Prompt
+from vllm_tgvkv.recall.sketches import SketchPages
+from vllm_tgvkv.recall.tier import Tier, TierError
+from vllm_tgvkv.shared.plan import Choice, ChoiceOutcome, Eviction
+from vllm_tgvkv.shared.trace import Trace
+from vllm_tgvkv.worker.context import ObserverContext
+from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
+from vllm_tgvkv.worker.due import DueEviction
+from vllm_tgvkv.worker.outcomes import start_trace
+
+logger = init_logger("vllm.tgvkv")
+
+_STEPS_UNTIL_IN_FORCE = 2
+
+_KEY_BYTES = 4 << 20
+"""Keys that are scored together, or those of one layer."""
+
+
+@dataclass
+class _Row:
+    """A compressed row whose tokens may be exchanged."""
+
+    eviction: Eviction
+    """The first cut."""
+    policy: Policy
+    sinks: int
+    num_candidates: int
+    """C."""
+    tier_blocks: Tensor
+    """int64 [t]."""
+    sketch_blocks: Tensor
+    """int64 [s]."""
+    blocks: Tensor
+    """Blocks of the region that hold tokens, int64 [k]."""
+    offsets: Tensor
+    """int32 [M + 1]."""
+    positions: Tensor
+    """Of the tokens in the region's slots, exchanges that are on their way included, int32
+    [pages, N]."""
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Tokens that are on their way from the tier."""
+
+    request_id: str
+    row: _Row
+    step: int
+    """When they take their slots."""
+    tokens: Callable[[], Tensor]
+    """Waits for them."""
+    slots: Tensor
+    """Slots of the pool, int64 [n]."""
+    positions: Tensor
+    """Of the tokens in the region's slots afterwards, int32 [pages, N]."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A choice as this rank made it."""
+
+    outcome: ChoiceOutcome
+    decision: Decision
+    trace: Trace | None
+
+
+class Recaller:
+    """Keeps the rows whose evicted tokens can come back."""
+
+    def __init__(
+        self, context: ObserverContext, tier: Tier, bits: int, scales: Sequence[float]
+    ) -> None:
+        """Make it; `scales` has the factor of products of queries and keys by layer."""
+        self._context = context
+        self._tier = tier
+        self._sketches = SketchPages(context.pool, bits)
+        self._scales = scales
+        self._rows: dict[str, _Row] = {}
+        self._exchanges: deque[_Exchange] = deque()
+        self._step = 0
+        self.failed: list[str] = []
+        """Requests that lost their recall in this step, because the tier failed."""
+
+    def begin_step(self, ended: Sequence[str]) -> None:
+        """Drop the rows of some requests, and let tokens that have come take their slots."""
+        self._step += 1
+        self.failed = []
+        for request_id in ended:
+            self._rows.pop(request_id, None)
+        while self._exchanges and self._exchanges[0].step <= self._step:
+            due = self._exchanges.popleft()
+            request_id, row = due.request_id, due.row
+            if self._rows.get(request_id) is not row:
+                continue  # it was cut meanwhile, or has no region any more
+            try:
+                self._tier.put(due.tokens(), due.slots)
+            except TierError as error:
+                logger.error("KV eviction: %s has no recall any more: %s", request_id, error)
+                del self._rows[request_id]
+                self.failed.append(request_id)
+                continue
+            self._context.regions.store_positions(row.blocks, due.positions)
+
+    def cut(self, due: DueEviction, positions: Tensor, offsets: Tensor) -> None:
+        """Keep what a cut evicts, once the kept tokens are copied; what it holds comes with it.
+
+        `positions` and `offsets` describe the new region.
+        """
+        eviction = due.eviction
+        num_sketch = eviction.num_sketch
+        if not num_sketch:
+            return
+        blocks = due.new_blocks.long()
+        sketch_blocks, token_blocks = blocks[-num_sketch:], blocks[: due.num_token_blocks]
+        row = self._rows.get(eviction.request_id)
+        if row is not None:
+            self._sketches.copy(row.sketch_blocks, sketch_blocks)
+            self._rows[eviction.request_id] = replace(
+                row,
+                sketch_blocks=sketch_blocks,
+                blocks=token_blocks,
+                offsets=offsets,
+                positions=positions,
+            )
+        elif eviction.tier_blocks is not None:
+            tier_blocks = self._context.to_device(eviction.tier_blocks).long()
+            num_candidates = due.prompt.num_candidates
+            self._sketches.write(due.keys.tables.long(), num_candidates, sketch_blocks)
+            self._tier.write(due.keys.blocks[: eviction.num_replaced].long(), tier_blocks)
+            self._rows[eviction.request_id] = _Row(
+                eviction,
+                due.policy,
+                due.prompt.sinks,
+                num_candidates,
+                tier_blocks,
+                sketch_blocks,
+                token_blocks,
+                offsets,
+                positions,
+            )
+
+    def choose(self, choice: Choice) -> Chosen | None:
+        """Choose a row's tokens again, after the step's layers; None if it has no recall.
+
+        If the method raises, the row keeps what it has from now on.
+        """
+        row = self._rows.get(choice.request_id)
+        if row is None:
+            return None
+        try:
+            with torch.inference_mode():  # as the layers run, with which it shares buffers
+                return self._choose(row, choice)
+        except Exception:
+            logger.exception("KV eviction: %s has no recall any more", choice.request_id)
+            del self._rows[choice.request_id]
+            self.failed.append(choice.request_id)
+            return None
+
+    def _choose(self, row: _Row, choice: Choice) -> Chosen:
+        scored = self._score(row, choice)
+        shape = self._context.shape
+        counts = row.offsets.diff().long().view(shape.num_layers, shape.num_heads)
+        decision = scored.fill(counts, len(row.blocks))
+        positions = exchange(row.positions, decision.positions, row.offsets, row.num_candidates)
+        # How many tokens move is known from the data only: this is for CPUs.
+        moved = (positions != row.positions).flatten().nonzero().squeeze(1)
+        page = moved // shape.block_size
+        pair = torch.searchsorted(row.offsets, page, right=True) - 1
+        slots = self._tier.slots(row.tier_blocks, pair, positions.flatten()[moved].long())
+        where = self._pages(row)[page] * shape.block_size + moved % shape.block_size
+        step, tokens = self._step + _STEPS_UNTIL_IN_FORCE, self._tier.fetch(slots)
+        name = choice.request_id
+        self._exchanges.append(_Exchange(name, row, step, tokens, where, positions))
+        row.positions = positions
+        num_answer = choice.num_tokens - row.eviction.prompt.num_tokens
+        outcome = ChoiceOutcome(choice.request_id, num_answer, len(moved) / shape.num_pairs)
+        trace = None
+        if self._context.ranks.size == 1:  # others know their own heads only
+            num_blocks = len(row.blocks)
+            more = num_answer, outcome.num_recalled
+            trace = start_trace(row.eviction, scored, decision, num_blocks, *more)
+        return Chosen(outcome, decision, trace)
+
+    def _score(self, row: _Row, choice: Choice) -> ScoredPrompt:
+        """Score all of a prompt by its sketch, layer by layer."""
+        context, shape = self._context, self._context.shape
+        num_tokens, num_candidates = choice.num_tokens, row.num_candidates
+        num_answer = num_tokens - row.eviction.prompt.num_tokens
+        prompt = Prompt(
+            num_tokens=num_tokens,
+            num_candidates=num_candidates,
+            is_vision=context.to_device(row.eviction.prompt.followed_by(num_answer).is_vision()),
+            sinks=row.sinks,
+            images=row.eviction.prompt.vision,
+        )
+        stored, positions = context.to_device(choice.stored), context.to_device(choice.rows)
+        tail = context.to_device(choice.tail_blocks).long()
+        scores = []
+        for layers, scale in self._parts(num_tokens):
+            num_layers = layers.stop - layers.start
+            first, num_pairs = layers.start * shape.num_heads, num_layers * shape.num_heads
+            size = num_pairs, num_tokens, shape.head_size
+            keys = context.scratch.take("recalled keys", size, tail.device)
+            self._sketches.read(row.sketch_blocks, first, keys[:, :num_candidates])
+            pairs = torch.arange(first, first + num_pairs, device=tail.device)[:, None]
+            newest = context.pool.keys[tail * shape.num_pairs + pairs].flatten(1, 2)
+            keys[:, num_candidates:] = newest[:, : num_tokens - num_candidates]
+            queries = context.queries.load(layers, stored).transpose(0, 1)
+            attention = observe_keys(
+                queries.reshape(1, len(stored), num_pairs, shape.group_size, shape.head_size),
+                keys,
+                positions,
+                scale,
+                row.policy.statistics(row.policy.score.rows),
+                context.workspace_bytes,
+                context.scratch,
+            )
+            view = LayerView(
+                context.stages.first_layer + layers.start,
+                num_pairs,
+                prompt,
+                attention,
+                context.ranks.part * shape.num_heads,
+            )
+            pooled = row.policy.pooled(row.policy.scores(view), prompt)
+            scores.append(pooled[:, :num_candidates].unflatten(0, (num_layers, -1)))
+        stacked = torch.cat(scores)
+        return ScoredPrompt(
+            row.policy,
+            prompt,
+            stacked,
+            stacked.new_empty(*stacked.shape[:2], 0),
+            num_heads=shape.num_heads,
+            block_size=shape.block_size,
+            floor_pages=0,
+        )
+
+    def _parts(self, num_tokens: int) -> Iterator[tuple[slice, float]]:
+        """Yield layers that are scored together, whose keys fit a cache, and their scale."""
+        shape, first = self._context.shape, 0
+        most = max(1, _KEY_BYTES // (4 * shape.num_heads * num_tokens * shape.head_size))
+        for scale, alike in groupby(self._scales):
+            last = first + len(list(alike))
+            for start in range(first, last, most):
+                yield slice(start, min(start + most, last)), scale
+            first = last
+
+    def _pages(self, row: _Row) -> Tensor:
+        """Return the pool's pages of a region's pages, int64 [pages]."""
+        num_pairs = self._context.shape.num_pairs
+        pairs = torch.arange(num_pairs, device=row.blocks.device)
+        return (row.blocks[:, None] * num_pairs + pairs).flatten()

@@ -132,7 +132,9 @@ def _forced_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
                 percent(sketch) if sketch else "",
                 f"{100 * recalled:.1f} %" if recalled else "",
                 *("" if share is None else f"{100 * share.mean:.0f} %" for share in shares),
-                percent(_mean([(c.questions, c.said and c.said.mean) for c in mine.values()])),
+                percent(
+                    _mean([(c.questions, c.said.mean if c.said else None) for c in mine.values()])
+                ),
             ]
         )
     header = ["arm", "budget", "held", "sketch", "come back", *letters.values(), "all"]

@@ -191,9 +191,10 @@ class Sources:
         for statement in _statements(found.node):
             if _defines(statement, name):
                 return Found(found.module, statement)
-            if isinstance(found.node, ast.Module) and isinstance(statement, ast.ImportFrom):
-                if imported := self._imported(found.module, statement, name):
-                    return imported
+            if isinstance(found.node, ast.Module) and (
+                imported := self._imported(found.module, statement, name)
+            ):
+                return imported
         if isinstance(found.node, ast.Module):
             return None
         for inner in ast.walk(found.node):
@@ -214,8 +215,10 @@ class Sources:
             if base and isinstance(base.node, ast.ClassDef)
         ]
 
-    def _imported(self, module: str, statement: ast.ImportFrom, name: str) -> Found | None:
-        """Return the definition of a name that a statement in a module imports."""
+    def _imported(self, module: str, statement: ast.AST, name: str) -> Found | None:
+        """Return the definition of a name if a statement in a module imports it."""
+        if not isinstance(statement, ast.ImportFrom):
+            return None
         source = statement.module or ""
         if statement.level:
             parsed = self.module(module)

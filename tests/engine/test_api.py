@@ -53,9 +53,9 @@ def test_importing_the_package_is_cheap() -> None:
 
 
 def test_options_cover_every_key_of_a_request() -> None:
-    protected = {"protect": "system", "protected_tokens": 90}
+    more = {"protect": "system", "protected_tokens": 90, "recall": False}
     full = api.EvictionOptions(
-        "snapkv", 0.25, 3, "8:0.3", 512, "always", report=True, trace=True, **protected
+        "snapkv", 0.25, 3, "8:0.3", 512, "always", report=True, trace=True, **more
     ).extra_args()
     assert full == {
         "kv_eviction": "snapkv",
@@ -68,6 +68,7 @@ def test_options_cover_every_key_of_a_request() -> None:
         "kv_eviction_trace": 1,
         "kv_eviction_protect": "system",
         "kv_eviction_protected_tokens": 90,
+        "kv_eviction_recall": 0,
     }
     assert set(full) == set(REQUEST_KEYS)
     options = api.EvictionOptions("snapkv", 0.25, 3, trace=True).extra_args()

@@ -315,8 +315,9 @@ def run(options: Any, soak: Soak, cases: Sequence[Case]) -> None:
                     f"the {name} server {what}: {error}; {log_errors(log)}"
                 ) from error
             finally:
-                arm.log_errors = errors_in(log)
                 soak.write(options.output)
+            arm.log_errors = errors_in(log)
+            soak.write(options.output)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -198,7 +198,7 @@ def test_only_what_the_full_cache_says_counts_of_forced_answers() -> None:
         Answer("t", 0, name, "", hits, 500, 50.0, 32, 8)
         for name, hits in (("full", "11010"), ("other", "10110"))
     )
-    assert other.said_of(full) == pytest.approx(1 / 3)
+    assert other.said_of(full) == pytest.approx(2 / 3)
     assert full.said_of(full) == 1.0
 
 
@@ -523,7 +523,7 @@ def test_what_may_change_an_answer_changes_the_fingerprint() -> None:
 
 def test_a_prompt_that_was_not_evicted_is_no_answer_of_the_arm() -> None:
     report = {"prompt_tokens": 500, "skip_reason": "budget_too_large", "blocks_after": None}
-    report |= {"blocks_before": 32, "cuts": []}
+    report |= {"blocks_before": 32, "cuts": [], "sketch_blocks": 0, "recalls": []}
     output = SimpleNamespace(
         outputs=[SimpleNamespace(text=" 12")], kv_transfer_params={"kv_eviction": report}
     )

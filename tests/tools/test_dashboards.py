@@ -58,6 +58,7 @@ LABELS = {
     "layers": LAYERS,
     "state": STATES,
     "cause": ("first", "later", "pressure"),
+    "fault": ("full", "failed"),
 }
 VARIABLES = {
     "__rate_interval": "1m",

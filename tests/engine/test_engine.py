@@ -162,6 +162,8 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
         "skip_reason": None,
         "trace": None,
         "cuts": [{"answer_tokens": 0, **sizes, "cause": "first"}],
+        "sketch_blocks": 0,
+        "recalls": [],
     }
     after = evicting.counters
     assert after["requests_evicted"] - before["requests_evicted"] == 1

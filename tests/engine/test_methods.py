@@ -211,6 +211,8 @@ def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: i
         "when": "always",
         "decode": None,
         "protected_tokens": 0,
+        "sketch_blocks": 0,
+        "recalls": [],
         **sizes,
         "vision_tokens": int(is_vision.sum()),
         "kept_text_tokens": sizes["kept_tokens"] - kept_vision,

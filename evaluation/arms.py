@@ -190,7 +190,7 @@ def eviction_settings(arms: Iterable[Arm]) -> dict[str, Any]:
     """Return the eviction configuration of an engine that answers for these arms.
 
     Raises:
-        EvictionConfigError: for arms with different gates or recall, of which an engine has one.
+        EvictionConfigError: for arms with different gates or recall: an engine has one of each.
     """
     arms = tuple(arms)
     recalls = {arm.recall for arm in arms if arm != FULL}

@@ -56,7 +56,7 @@ def sketch_keys(keys: Tensor, bits: int) -> Tensor:
     if bits == 1:
         missing = -num_tokens % GROUP
         sums = groups.abs().sum(dim=2)
-        if missing:  # the last group has its last token so many times too often
+        if missing:  # the last token was repeated to fill the last group
             sums[:, -1] -= missing * groups[:, -1, -1].abs()
             sums[:, -1] *= GROUP / (GROUP - missing)
         step = sums * (2 / GROUP)

@@ -560,7 +560,7 @@ class Oracle:
         Args:
             stages: number of layers of each pipeline stage.
             tokens: answer to follow in place of the greedy one.
-            chosen: sets that choices after so many tokens bring into force, in place of its own.
+            chosen: by answer tokens, sets to use in place of its own choices.
         """
         cutter = Cutter(eviction, prompt.layout, self.kv_heads, stages)
         full = len(prompt.token_ids) // eviction.block_size * eviction.block_size

@@ -18,7 +18,7 @@ class Recall:
     """When tokens are chosen again, and by what.
 
     Attributes:
-        every: answer tokens between two choices, the first of them so many after a cut.
+        every: answer tokens between two choices, and from a cut to the first choice.
         bits: of a number in the sketch.
         rows: last rows of the answer that vote.
         delay: answer tokens after a choice whose rows do not see it yet.
@@ -57,7 +57,7 @@ def attention(
 
     Args:
         queries: [L, Q, n, D]; `keys` are [L, H, n, D].
-        candidates: C, the first tokens, of which only the sketch is there.
+        candidates: C, the first tokens; only a sketch of their keys is read.
     """
     keys = keys.double().clone()
     for layer, head in itertools.product(*map(range, keys.shape[:2])):

@@ -35,7 +35,7 @@ def keys_like_real_ones(pairs: int, tokens: int, size: int = 24) -> torch.Tensor
 
 
 def assert_sketched(found: torch.Tensor, keys: torch.Tensor, bits: int) -> None:
-    """Assert that keys are those of the oracle's sketch, but for ranges that float16 rounds."""
+    """Assert that keys equal the oracle's sketch, apart from rounding of ranges to float16."""
     wanted = torch.stack([reference.sketched(head, bits) for head in keys])
     torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=2e-3)
     assert (found - wanted).abs().lt(1e-5 + 1e-5 * wanted.abs()).float().mean() > 0.95

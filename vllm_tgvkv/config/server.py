@@ -571,7 +571,7 @@ def _problems_of_recall(policy: Policy, budget: Budget, named: str, ceiling: boo
     elif policy.granularity != "head":
         why = "chooses for a layer as a whole, and recall for every head: use granularity: head"
     elif KEY_STATISTICS & policy.statistics(policy.score.rows):
-        why = "compares keys, of which recall has a sketch only"
+        why = "compares keys, and recall has only a sketch of them"
     if why:
         yield f"{named} with recall, and it {why}: choose another method, such as reach, {without}"
     if budget.is_auto:

@@ -10,7 +10,7 @@ from vllm_tgvkv.cache.pages import PagePool
 from vllm_tgvkv.kernels.sketch import read_sketches, sketch_keys
 
 _WORKSPACE_BYTES = 16 << 20
-"""Bound of the keys that are sketched at a time, or those of one pair."""
+"""Most bytes of keys that are sketched at a time; one pair is always done whole."""
 
 
 class SketchPages:

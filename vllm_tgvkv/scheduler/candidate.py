@@ -113,7 +113,7 @@ class Candidate:
 
     @property
     def num_choice_rows(self) -> int:
-        """Newest rows that vote at a choice, none of which voted at the choice before."""
+        """Newest rows that vote at a choice; each votes once."""
         return min(self.options.defer or PRESSURE_ROWS, self.every)
 
     def most_cached(self, num_known: int, num_drafts: int) -> int:
@@ -278,7 +278,7 @@ def make_candidate(
 ) -> Candidate | str:
     """Return a candidate, or the key of `SKIP_REASONS` why the request is not evicted.
 
-    `num_sketch` returns the blocks that a sketch of so many tokens takes.
+    `num_sketch` returns the blocks of a sketch, given its number of tokens.
     """
     num_tokens = request.num_prompt_tokens
     longest = min(num_tokens + request.max_tokens, max_model_len)
@@ -342,7 +342,7 @@ def _late_candidate(
 ) -> Candidate | None:
     """Return a candidate that only pressure cuts; None if its budget covers the prompt.
 
-    No cut leaves less than `least` blocks, and those of a sketch.
+    No cut leaves less than `least` blocks and the sketch.
     """
     stages = options.budget.stages(STAGES, prompt.num_tokens, cuts.block_size, least)
     num_full = prompt.num_tokens // cuts.block_size

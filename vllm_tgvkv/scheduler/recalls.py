@@ -30,7 +30,7 @@ class Recalls:
         return request_id in self._held
 
     def begin(self, request_id: str, num_blocks: int) -> tuple[np.ndarray | None, list[str]]:
-        """Give a request blocks of the tier, if need be those of others.
+        """Give a request blocks of the tier, and take them from others if needed.
 
         Returns:
             The blocks, int32, or None if it can have none; and the requests that lost theirs.

@@ -329,7 +329,7 @@ def test_a_trace_has_every_cut(whole: SteppedEngine, method: str, cuts: dict[str
         gone = np.empty(0, np.int64)
         for index, recorded in enumerate(kept):
             trace = found(name, None, index)
-            assert trace["cuts"] == told
+            assert trace["cuts"] == [{**cut, "recalled_tokens": None} for cut in told]
             counts = recorded.counts.numpy(force=True)
             assert trace["pages"] == counts.tolist()
             positions = recorded.positions.numpy(force=True)[: counts.sum()]

@@ -35,10 +35,15 @@ def keys_like_real_ones(pairs: int, tokens: int, size: int = 24) -> torch.Tensor
 
 
 def assert_sketched(found: torch.Tensor, keys: torch.Tensor, bits: int) -> None:
-    """Assert that keys equal the oracle's sketch, apart from rounding of ranges to float16."""
+    """Assert that keys equal the oracle's sketch.
+
+    A range that rounds to another float16 moves a few numbers of its group to the next code.
+    """
     wanted = torch.stack([reference.sketched(head, bits) for head in keys])
-    torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=2e-3)
-    assert (found - wanted).abs().lt(1e-5 + 1e-5 * wanted.abs()).float().mean() > 0.95
+    steps = (keys.amax() - keys.amin()).double() / (2**bits - 1)
+    torch.testing.assert_close(found.double(), wanted, atol=float(steps), rtol=0)
+    differs = (found - wanted).abs() > 1e-5 + 1e-5 * wanted.abs()
+    assert differs.double().mean() < 0.05
 
 
 def test_sketch_is_the_oracles() -> None:

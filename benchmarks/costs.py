@@ -151,7 +151,7 @@ def _method_line(name: str, workload: Workload, parts: dict[str, list[dict[str, 
 
 
 def scheduler(bench: Bench) -> Iterator[Line]:
-    """Measure lines i: the scheduler's time for a running request, and whole steps.
+    """Measure lines i: the scheduler's time for a running request.
 
     Once while none ends, of requests that are evicted and of others that pressure might evict and
     does not, and once while as many begin and end in a pool for an eighth of them. There ours runs
@@ -182,7 +182,6 @@ def scheduler(bench: Bench) -> Iterator[Line]:
             for name, of_arm in found.items()
         }
         yield from _scheduler_lines(f"{batch} running, no request ends", seconds)
-        yield _step_line(f"{batch} running, none is cut", found)
         bench.say(f"i. scheduling of {batch} requests in a small pool")
         given |= {"requests": batch, "max_tokens": 32, "pool_tokens": max(batch // 8, 2) * tokens}
         found = bench.turns(running, 1 + rounds // 20, "burst", **given)
@@ -201,12 +200,32 @@ def _scheduler_lines(what: str, seconds: dict[str, list[float]]) -> Iterator[Lin
         yield line
 
 
-def _step_line(what: str, found: dict[str, list[dict[str, list[float]]]]) -> Line:
-    """Compare whole steps of requests that pressure might evict, each round's by its median."""
-    rounds = {
-        name: [1e3 * statistics.median(each["seconds"]) for each in found[name]]
-        for name in ("constrained", "pressure")
-    }
-    line = Line(f"i. steps: {what}, under pressure", "ms", "lower", rounds, "pressure")
-    line.require(0.995)
-    return line
+def steps(bench: Bench) -> Iterator[Line]:
+    """Measure lines k: whole steps of requests that pressure might evict, and does not.
+
+    The tiny model shows the work on the host; in the larger one a step costs what it costs there.
+    """
+    scale, batch, number = bench.scale, bench.scale.scheduled_batch, 10
+    flags = {"block_size": bench.block_size, "max_num_seqs": batch}
+    pressure = evicting({"policy": "reach", "budget": BUDGET, "when": "pressure"})
+    arms = {"constrained": flags, "pressure": {**flags, **pressure}}
+    given = {"workload": scale.overhead, "budget": BUDGET, "attend": False}
+    for shape, rounds in (
+        (BRIEF, scale.scheduled_rounds),
+        (COMMON, -(-scale.scheduled_rounds // 4)),
+    ):
+        pool = bench.pool_for(batch, scale.overhead.prompt_tokens, number * rounds)
+        with bench.launch(f"steps {shape.name}", shape, pool, arms, threads=1) as running:
+            bench.say(f"k. steps of {batch} running requests, {shape.name}")
+            running.ask("fill", batch=batch, seed=next(bench.seeds), **given)
+            found = bench.turns(running, rounds, "decode", steps=number)
+        if any(sum(each["cuts"]) for each in found["pressure"]):
+            raise RuntimeError("steps without a cut are measured, and one had some")
+        medians = {
+            name: [1e3 * statistics.median(each["seconds"]) for each in of_arm]
+            for name, of_arm in found.items()
+        }
+        what = f"k. steps: {batch} running under pressure, none is cut, {shape.name}"
+        line = Line(what, "ms", "lower", medians, "pressure")
+        line.require(0.995)
+        yield line

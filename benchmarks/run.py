@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.bench import Bench, Part
-from benchmarks.costs import costs, methods, scheduler
+from benchmarks.costs import costs, methods, scheduler, steps
 from benchmarks.cuts import cuts
 from benchmarks.gain import gain
 from benchmarks.scale import SCALES
@@ -23,6 +23,7 @@ PARTS: dict[str, Part] = {
     "costs": costs,
     "gain": gain,
     "scheduler": scheduler,
+    "steps": steps,
     "methods": methods,
     "metrics": metrics,
     "waiting": waiting,

@@ -264,14 +264,15 @@ PARTS = {
         "`streaming`, which keeps the last tokens, is the floor: what the answer's own words tell. "
         "With `every` and `sketch`, [what was evicted comes back](../../recall.md). *Held* has the "
         "sketch, which is beside the budget; *come back* is the share of the prompt that a choice "
-        "brings back. The tier holds the whole prompt.",
+        "brings back. The tier holds the whole prompt. A budget of 0.25 holds more than any arm with "
+        "recall.",
         (
             Cells(
                 (*SEVERAL_PLACES, *ONE_PLACE),
                 (
                     *_RECALLING,
-                    *crossed((DEFAULT,), (0.2, 0.1, 0.05), (WAIT,)),
-                    *crossed(("streaming",), (0.1, 0.05), (WAIT,)),
+                    *crossed((DEFAULT,), (0.25, 0.1, 0.05), (WAIT,)),
+                    *crossed(("streaming",), (0.1,), (WAIT,)),
                 ),
                 102,
             ),
@@ -286,9 +287,8 @@ PARTS = {
                 tuple(
                     arm
                     for every, sketch in (
-                        *((every, 2) for every in (1, 4, 8, 16)),
-                        *((8, sketch) for sketch in (1, 4, 8)),
-                        *((4, sketch) for sketch in (1, 4, 8)),
+                        *((every, 4) for every in (1, 2, 4, 8, 16)),
+                        *((4, sketch) for sketch in (1, 2, 8)),
                     )
                     for arm in recalling(DEFAULT, (0.1,), every, sketch)
                 ),

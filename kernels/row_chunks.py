@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -283,33 +284,38 @@ def _bfloat16_products(enabled: bool) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-class _OwnKeysAttention(TorchAttention):
-    """Statistics over keys that lie side by side, float32 `[H, P, D]` in place of the pool."""
+class _GivenAttention(TorchAttention):
+    """Statistics of probabilities that are known, float32 `[H, G, O, P]`."""
 
-    def _key_chunks(self, layer: int) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self._rows.pool.transpose(1, 2)
+    def __init__(self, given: Tensor, rows: ObservedRows, *arguments: Any) -> None:
+        super().__init__(rows, True, *arguments)
+        self._given = given
+
+    def row_chunks(self, layer: int, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(first, self.num_rows), self._given[:, :, first:]
 
 
-def observe_keys(
-    queries: Tensor,
-    keys: Tensor,
+def observe_logits(
+    logits: Tensor,
     row_positions: Tensor,
-    scale: float,
     statistics: frozenset[Statistic],
     workspace_bytes: int,
     scratch: Scratch,
 ) -> ObservedAttention:
-    """Return the attention of some rows over keys that are no pages of the cache.
+    """Return the attention of some rows from their logits, which become probabilities in place.
 
-    Heads of several layers may stand side by side.
+    Heads of several layers may stand side by side. Statistics of keys are not there.
 
     Args:
-        queries: `[1, O, H, G, D]`.
-        keys: float32 `[H, P, D]`.
+        logits: float32 `[H, G, O, P]`, scaled.
         row_positions: int64 `[O]`, ascending, each below P. A row sees the keys up to its position.
     """
-    heads, num_keys, _ = keys.shape
-    pages = torch.arange(heads, device=keys.device)[:, None]
+    heads, group, num_rows, num_keys = logits.shape
+    columns = torch.arange(num_keys - num_rows, num_keys, device=logits.device)
+    logits[..., -num_rows:].masked_fill_(columns > row_positions[:, None], float("-inf"))
+    torch.softmax(logits, dim=-1, out=logits)
     num_visible = (row_positions[None] + 1).int()
-    rows = ObservedRows(queries, keys, pages, num_visible, num_keys, scale, row_positions)
-    return _OwnKeysAttention(rows, True, statistics, workspace_bytes, scratch)
+    none = logits.new_empty(1, num_rows, heads, group, 0)
+    pages = num_visible.new_empty(heads, num_keys)
+    rows = ObservedRows(none, none.view(0, 1, 0), pages, num_visible, num_keys, 1.0, row_positions)
+    return _GivenAttention(logits, rows, statistics, workspace_bytes, scratch)

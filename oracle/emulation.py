@@ -46,7 +46,7 @@ from oracle.methods import (
     States,
     mix_of,
 )
-from oracle.recall import Recall
+from oracle.recall import Recall, served
 from oracle.recall import attention as recalled_attention
 from oracle.summaries import Absorbed
 from oracle.token_sets import WINDOW
@@ -375,6 +375,7 @@ class Chooser:
         full, tail = divmod(layout.length, eviction.block_size)
         states = moment.states()
         size = full * eviction.block_size
+        pooling = methods.mix_of(eviction.method, eviction).pooling
         votes = recalled_attention(states.queries, states.keys, states.scale, size, recall)
         voters = tuple(range(moment.length - recall.rows, moment.length))
         return methods.select(
@@ -382,7 +383,11 @@ class Chooser:
             votes,
             replace(layout, length=moment.length, answer=moment.answer),
             self.cutter.kv_heads,
-            replace(eviction, budget=cut.selection.blocks * eviction.block_size + tail),
+            replace(
+                eviction,
+                budget=cut.selection.blocks * eviction.block_size + tail,
+                pooling=served(pooling, recall),
+            ),
             stages=self.cutter.stages,
             earlier=Earlier(torch.ones_like(moment.kept), voters),
         ).kept

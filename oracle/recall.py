@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from oracle.pooling import Pool
 
 GROUP = 32
 """Tokens that share a range in each channel."""
@@ -28,6 +30,19 @@ class Recall:
     bits: int
     rows: int
     delay: int = 1
+
+
+def served(pool: Pool, recall: Recall) -> Pool:
+    """Return the pooling of scores at a choice.
+
+    A choice is in force from `delay + 1` tokens after it, for `every` tokens. A score counts half
+    after as many positions at the latest, and for twice as many at most.
+    """
+    if pool.forward is None:
+        return pool
+    ahead = recall.delay + 1 + recall.every
+    halve = None if pool.halve is None else min(pool.halve, ahead)
+    return replace(pool, forward=min(pool.forward, 2 * ahead), halve=halve)
 
 
 def sketched(keys: Tensor, bits: int) -> Tensor:

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.sampling_params import RequestOutputKind
 
 from oracle.emulation import Eviction, Oracle
 from oracle.recall import Recall
 from tests.engine.changes import causes_of, changes_of, restore_soon
 from tests.engine.questions import DEBUG, question
 from tests.engine.running import Ask, SteppedEngine, engine
+from tests.engine.test_parallel import workers
 from tests.engine.test_pressure import serve
+from tests.engine.test_split_cuts import SPLITS
 from vllm_tgvkv.shared.prompt import PRESSURE_ROWS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -30,11 +34,19 @@ def ask(seed: int, method: str = "reach", tokens: int = 60, **more: Any) -> Ask:
 
 
 def assert_agrees(
-    running: SteppedEngine, oracle: Oracle, asked: Ask, output: Any, **more: Any
+    running: SteppedEngine,
+    oracle: Oracle,
+    asked: Ask,
+    output: Any,
+    kept: Sequence[torch.Tensor] | None = None,
+    stages: Sequence[int] | None = None,
+    **more: Any,
 ) -> int:
     """Assert that a request's tokens, kept positions and reported choices are the oracle's.
 
     Args:
+        kept: what its region held after each cut and choice; by default the engine's own.
+        stages: layers of each pipeline stage.
         more: fields of the oracle's `Eviction`.
 
     Returns:
@@ -60,11 +72,11 @@ def assert_agrees(
     cuts = [
         each["answer_tokens"] for each in report["cuts"] if each["cause"] in ("first", "pressure")
     ]
-    kept = running.kept_after_cuts(output.request_id)
+    kept = kept or running.kept_after_cuts(output.request_id)
     # A cut and a choice never come after the same token.
     by_token = dict(zip(sorted(cuts + told), kept, strict=True))
     chosen = {after: by_token[after] for after in told}
-    answer = oracle.answer(prompt, asked.max_tokens, wanted, chosen=chosen)
+    answer = oracle.answer(prompt, asked.max_tokens, wanted, stages, chosen=chosen)
     assert told == [after for after, _ in answer.choices]
     theirs = dict([(cut.after, cut.selection.kept) for cut in answer.cuts] + answer.choices)
     num_full, num_others, num_kept = len(prompt.token_ids) // SIZE * SIZE, 0, 0
@@ -98,6 +110,38 @@ def test_choices(tier: str, folder: Path, oracle: Oracle, tmp_path: Path) -> Non
         ]
         assert [bool(number) for number in choices] == [True, True, True, False]
         running.assert_forgotten()
+
+
+def test_two_answers_to_a_prompt(folder: Path) -> None:
+    """With `n`, each recalls for itself: both are the greedy answer of a request alone.
+
+    With `top_k` 1 vLLM gives it twice.
+    """
+    several = {"n": 2, "temperature": 1, "top_k": 1, "output_kind": RequestOutputKind.FINAL_ONLY}
+    with engine(folder, {**SETTINGS, "recall": RECALL}, max_num_seqs=4) as running:
+        (alone,) = running.run([ask(1)])
+        (both,) = serve(running, [ask(1)], crowds={}, **several)
+        tokens = list(alone.outputs[0].token_ids)
+        assert [list(each.token_ids) for each in both.outputs] == [tokens, tokens]
+        running.assert_forgotten()
+
+
+@pytest.mark.compatibility
+@pytest.mark.parametrize("name", ["ranks", "stages"])
+def test_on_ranks_and_stages(tiny_model: Callable[..., Path], name: str) -> None:
+    """Each worker chooses for its own heads and layers, and holds its own part of the tier."""
+    split = SPLITS[name]
+    folder = tiny_model("llava", image_size=112, layers=sum(split.stages))
+    oracle = Oracle(folder)
+    options = {"max_num_batched_tokens": 128, "max_model_len": 640}
+    options |= {"tensor_parallel_size": split.ranks, "pipeline_parallel_size": len(split.stages)}
+    settings = {**SETTINGS, "recall": RECALL}
+    with workers(folder, settings, split.kind, split.cores, **options) as running:
+        asks = [ask(0, tokens=30), ask(1, "snapkv", 30)]
+        for asked, output in zip(asks, running.run(asks), strict=True):
+            of_workers = running.cuts_on_workers(output.request_id)
+            kept = [split.joined(parts) for parts in zip(*of_workers, strict=True)]
+            assert assert_agrees(running, oracle, asked, output, kept, split.stages) > 5
 
 
 @pytest.fixture

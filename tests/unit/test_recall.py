@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.kernels.copy import as_integers
 from vllm_tgvkv.kernels.exchange import exchange
 from vllm_tgvkv.kernels.select import page_offsets
-from vllm_tgvkv.kernels.sketch import BITS, read_sketches, sketch_bytes, sketch_keys
+from vllm_tgvkv.kernels.sketch import (
+    BITS,
+    GROUP,
+    read_sketches,
+    sketch_bytes,
+    sketch_keys,
+    sketch_logits,
+)
+from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.recall.sketches import SketchPages
 from vllm_tgvkv.recall.tier import FileTier, MemoryTier, Tier, TierError
 from vllm_tgvkv.scheduler.recalls import Recalls
@@ -46,22 +55,46 @@ def assert_sketched(found: torch.Tensor, keys: torch.Tensor, bits: int) -> None:
     assert differs.double().mean() < 0.05
 
 
+def read(sketches: torch.Tensor, bits: int, tokens: int, size: int) -> torch.Tensor:
+    """Return the keys that sketches stand for, [M, C, D]."""
+    whole = -(-tokens // GROUP) * GROUP
+    found = torch.full((len(sketches), size, whole), torch.nan)
+    read_sketches(sketches, bits, found)
+    return found[..., :tokens].transpose(1, 2)
+
+
 def test_sketch_is_the_oracles() -> None:
     for bits in BITS:
         for tokens in (1, 31, 32, 33, 80, 96):
             keys = keys_like_real_ones(4, tokens)
             sketches = sketch_keys(keys, bits)
             assert sketches.shape == (4, sketch_bytes(tokens, 24, bits))
-            found = torch.full_like(keys, torch.nan)
             more = torch.randint(255, (4, 9), dtype=torch.uint8)
-            read_sketches(torch.cat((sketches, more), dim=1), bits, found)
+            found = read(torch.cat((sketches, more), dim=1), bits, tokens, 24)
             assert_sketched(found, keys, bits)
 
 
 def test_sketch_refuses_what_has_none() -> None:
-    for bits, size in ((3, 24), (16, 24), (1, 12)):
-        with pytest.raises(ValueError, match=f"keys of {size} channels have no sketch of {bits}"):
-            sketch_keys(torch.zeros(1, 32, size), bits)
+    with pytest.raises(ValueError, match="bits must be one of 1, 2, 4, 8, got 3"):
+        sketch_keys(torch.zeros(1, 32, 24), 3)
+    with pytest.raises(ValueError, match=r"sketches must be uint8 .1, B >= 576., got .* .1, 575."):
+        read(torch.zeros(1, 575, dtype=torch.uint8), 2, 33, 24)
+
+
+def test_logits_are_products_with_sketched_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of pairs, tokens, queries and channels, in parts of any size."""
+    scratch = Scratch()
+    for bits, size in itertools.product(BITS, (4, 24, 64)):
+        monkeypatch.setattr("vllm_tgvkv.kernels.sketch._KEY_BYTES", random.choice((1, 99999)))
+        pairs, tokens, queries = (random.randint(1, 90) for _ in range(3))
+        sketches = sketch_keys(keys_like_real_ones(pairs, tokens, max(size, 6))[..., :size], bits)
+        asked = torch.randn(pairs, queries, size)
+        out = torch.full((pairs, queries, tokens + 5), torch.nan)
+        sketch_logits(sketches, bits, asked, tokens, out, scratch)
+        wanted = torch.full_like(out, torch.nan)
+        keys = read(sketches, bits, tokens, size).double()
+        wanted[..., :tokens] = asked.double() @ keys.transpose(1, 2)
+        torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("pages_first", [True, False], ids=["[N, D]", "[D, N]"])
@@ -79,11 +112,12 @@ def test_sketch_in_pages(pages_first: bool) -> None:
     by_block = (NUM_BLOCKS, -1)
     assert torch.equal(pool.raw.view(by_block)[untouched], before.view(by_block)[untouched])
     for layer in range(SHAPE.num_layers):
-        found = torch.empty(SHAPE.num_heads, num_tokens, SHAPE.head_size)
         pairs = slice(layer * SHAPE.num_heads, (layer + 1) * SHAPE.num_heads)
-        sketches.read(other, pairs.start, found)
+        each = torch.eye(SHAPE.head_size).expand(SHAPE.num_heads, -1, -1).contiguous()
+        found = torch.empty(SHAPE.num_heads, SHAPE.head_size, num_tokens)
+        sketches.logits(other, pairs.start, num_tokens, each, found, Scratch())
         keys = pool.keys[tables[pairs]].flatten(1, 2)
-        assert_sketched(found, keys, 2)
+        assert_sketched(found.transpose(1, 2), keys, 2)
 
 
 def test_exchange_moves_as_little_as_it_can() -> None:

@@ -46,9 +46,9 @@ class RecallOptions:
         ValueError: unless `folder` is given with the tier `file`, and with no other.
     """
 
-    every: int = setting(8, at_least=1, help="Tokens of the answer between two choices.")
+    every: int = setting(4, at_least=1, help="Tokens of the answer between two choices.")
     sketch: int = setting(
-        2,
+        4,
         parser=_parse_bits,
         accepts="`1`, `2`, `4`, `8`",
         help="Bits of a number in the sketch of the prompt's keys, by which tokens are found. It "

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -96,6 +96,17 @@ class Pooling:
             raise ValueError(f"halve is {halve}: give forward too, the largest reach, such as 256")
         if halve is not None and self.reduce != "max":
             raise ValueError(f"halve is {halve} and reduce {self.reduce}: give reduce max")
+
+    def serving(self, num_tokens: int) -> Pooling:
+        """Return it for scores that serve the next `num_tokens` tokens of an answer only.
+
+        These read about as far ahead of where the model looks now. So a score weighs half after as
+        many positions at the latest, and counts for twice as many at most.
+        """
+        if self.forward is None:
+            return self
+        halve = self.halve and min(self.halve, num_tokens)
+        return replace(self, forward=min(self.forward, 2 * num_tokens), halve=halve)
 
     @property
     def has_direction(self) -> bool:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.cache.pages import PagePool
-from vllm_tgvkv.kernels.sketch import read_sketches, sketch_keys
+from vllm_tgvkv.kernels.sketch import sketch_keys, sketch_logits
+from vllm_tgvkv.kernels.statistics import Scratch
 
-_WORKSPACE_BYTES = 16 << 20
+_WORKSPACE_BYTES = 1 << 20
 """Most bytes of keys that are sketched at a time; one pair is always done whole."""
 
 
@@ -46,13 +47,22 @@ class SketchPages:
         """Copy a sketch to other blocks, both int64 `[s]`."""
         self._bytes[self._pages(new_blocks)] = self._bytes[self._pages(old_blocks)]
 
-    def read(self, blocks: Tensor, first: int, out: Tensor) -> None:
-        """Write the keys that the sketch of some pairs stands for, from one on.
+    def logits(
+        self,
+        blocks: Tensor,
+        first: int,
+        num_tokens: int,
+        queries: Tensor,
+        out: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        """Write the products of queries and the sketched keys of some pairs, from one on.
 
-        `out` is float32 `[pairs, C, D]`.
+        See `kernels.sketch.sketch_logits`.
         """
-        pages = self._pages(blocks)[first : first + len(out)]
-        read_sketches(self._bytes[pages].flatten(1), self.bits, out)
+        pages = self._pages(blocks)[first : first + len(queries)]
+        sketches = self._bytes[pages].flatten(1)
+        sketch_logits(sketches, self.bits, queries, num_tokens, out, scratch)
 
     def _pages(self, blocks: Tensor) -> Tensor:
         """Return the pages of blocks `[s]` in every (layer, head), int64 `[M, s]`."""

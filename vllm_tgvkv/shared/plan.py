@@ -200,7 +200,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ChoiceOutcome:
-    """Result of a choice, of the first rank in the last stage."""
+    """Result of a choice, of the first rank; of one stage's layers, then of all."""
 
     request_id: str
     num_answer: int
@@ -208,6 +208,9 @@ class ChoiceOutcome:
     num_recalled: float | None
     """Tokens that came back, mean over layers and heads; None if the tier failed, and nothing comes
     back any more."""
+    num_pairs: int = 1
+    """Layers times heads."""
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class EvictingWorker:
             tier = MemoryTier(pool, num_blocks)
         else:
             tier = FileTier(pool, num_blocks, recall.folder)
-        return partial(Recaller, tier=tier, bits=recall.sketch, scales=scales)
+        return partial(Recaller, tier=tier, options=recall, scales=scales)
 
     def _evicted_group(self) -> tuple[int, EvictingBuilder[Any]]:
         """Return the evicted layers' index among vLLM's KV cache groups, and their builder."""
@@ -176,7 +176,7 @@ class EvictingWorker:
         self.rewrite_rows([*self._shrunk, *plan.restored])
         self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
-        self.evictor.begin_step(plan)
+        self.evictor.begin_step(plan, scheduler_output.num_scheduled_tokens)
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
         return super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -15,7 +15,7 @@ Nothing here waits for the device: every size is known from the plan.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache, partial
 
@@ -30,7 +30,7 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, StepPlan
-from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Trace, Traces
+from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Traces
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision
@@ -103,15 +103,15 @@ class Evictor:
 
     # -- a step -------------------------------------------------------------------------
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Take the plan of a step, before its batch is built."""
+    def begin_step(self, plan: StepPlan, scheduled: Collection[str] = ()) -> None:
+        """Take the plan of a step and its requests, before its batch is built."""
         self.plan = plan
         self._current, self._stored = [], None
         self.context.scratch = Scratch()  # frees the last step's buffers
         self.regions.release(plan.released)
         self.summaries.release(plan.released)
         if self._recaller is not None:
-            self._recaller.begin_step(plan.unrecallable)
+            self._recaller.begin_step(plan.unrecallable, scheduled)
         for request_id in plan.forgotten:
             self.observations.pop(request_id, None)
         if plan.poisoned:
@@ -196,7 +196,11 @@ class Evictor:
         """
         ended, self.ended = self.ended, []
         choices = self._choose()
-        exchanges = self.stages.size > 1 and self._may_fail
+        exchanges = self.stages.size > 1 and (self._may_fail or bool(self.plan.choices))
+        if self._recaller is not None and (exchanges or self.stages.size == 1):
+            # Other stages do not know of a failed tier, and wait for no message in other steps.
+            lost = self._recaller.take_failed()
+            choices += [ChoiceOutcome(request_id, 0, None) for request_id in lost]
         if not (ended or choices or exchanges):
             return None
         outcomes = Outcomes(ended, self.shape.block_size, self.traces, self.stages, choices)
@@ -206,21 +210,19 @@ class Evictor:
             self.stages.tell(outcomes.of_stage())
         return None
 
-    def _choose(self) -> list[tuple[ChoiceOutcome, Trace | None]]:
+    def _choose(self) -> list[ChoiceOutcome]:
         """Choose the tokens of rows again whose evicted tokens may come back."""
-        recaller = self._recaller
+        recaller, found = self._recaller, list[ChoiceOutcome]()
         if recaller is None:
-            return []
-        found: list[tuple[ChoiceOutcome, Trace | None]] = []
+            return found
         for choice in self.plan.choices:
             chosen = recaller.choose(choice)
             if chosen is None:
                 continue
-            found.append((chosen.outcome, chosen.trace))
+            found.append(chosen.outcome)
             if self.config.debug.record_kept:
                 self.kept.append((choice.request_id, chosen.decision))
-        lost = ((ChoiceOutcome(request_id, 0, None), None) for request_id in recaller.failed)
-        return [*found, *lost]
+        return found
 
     # -- after the last layer -----------------------------------------------------------
 

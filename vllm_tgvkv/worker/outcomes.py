@@ -13,7 +13,7 @@ import torch
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Eviction, Failure, Outcome
 from vllm_tgvkv.shared.trace import Trace, Traces
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
-from vllm_tgvkv.worker.stages import Stages
+from vllm_tgvkv.worker.stages import StageOutcomes, Stages
 from vllm_tgvkv.worker.stopwatch import Stopwatch
 
 
@@ -73,7 +73,7 @@ class Outcomes:
         block_size: int,
         traces: Traces,
         stages: Stages,
-        choices: Sequence[tuple[ChoiceOutcome, Trace | None]] = (),
+        choices: Sequence[ChoiceOutcome] = (),
     ) -> None:
         self._choices = choices
         self._pending = [part for part in ended if isinstance(part, PendingOutcome)]
@@ -90,7 +90,7 @@ class Outcomes:
                 self._copied = torch.cuda.Event(blocking=True)
                 self._copied.record()
 
-    def of_stage(self) -> list[Outcome | Failure]:
+    def of_stage(self) -> StageOutcomes:
         """Wait for the copy and return the outcomes in this stage's layers."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -99,7 +99,7 @@ class Outcomes:
             pending.of_stage(num_token_blocks, num_vision, self._block_size)
             for pending, (num_token_blocks, num_vision) in numbers
         ]
-        return [*outcomes, *self._failures]
+        return [*outcomes, *self._choices, *self._failures]
 
     def read(self) -> list[Outcome | ChoiceOutcome | Failure]:
         """Wait for the copy and for all stages, store traces, and return what is to be counted.
@@ -110,16 +110,15 @@ class Outcomes:
         """
         evictions = {pending.eviction.request_id: pending.eviction for pending in self._pending}
         found: list[Outcome | ChoiceOutcome | Failure] = []
-        for choice, trace in self._choices:
-            found.append(choice)
-            if trace is not None:
-                self._traces.add(trace)
         for part in self._stages.join(self.of_stage()):
             if isinstance(part, Failure):
                 found.append(part)
                 continue
             if part.trace is not None:
                 self._traces.add(part.trace)
+            if isinstance(part, ChoiceOutcome):
+                found.append(replace(part, trace=None))
+                continue
             eviction = evictions[part.request_id]
             if eviction.is_first or eviction.is_reported:
                 found.append(_of_request(part, eviction, self._block_size))

@@ -4,17 +4,16 @@
     at the cut         the prompt's keys and values -> the tier; a sketch of its keys -> the pool
     every few tokens   the newest rows' attention to the sketch, and to the answer's keys
                        -> the policy's scores -> the tokens that each (layer, head) shall have
-    the next step      the tokens that come are read from the tier
+    its next step      the tokens that come are read from the tier
     the one after it   they take the slots of the tokens that go
 
-So a choice is in force from the second step after it. The pages of every (layer, head), and so the
-page tables, stay as the cut left them.
+So a choice is in force from the request's second step after it. The pages of every (layer, head),
+and so the page tables, stay as the cut left them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
+from vllm_tgvkv.config.recall import RecallOptions
 from vllm_tgvkv.kernels.exchange import exchange
-from vllm_tgvkv.kernels.row_chunks import observe_keys
+from vllm_tgvkv.kernels.row_chunks import observe_logits
 from vllm_tgvkv.policies import LayerView, Policy, Prompt
 from vllm_tgvkv.recall.sketches import SketchPages
 from vllm_tgvkv.recall.tier import Tier, TierError
 from vllm_tgvkv.shared.plan import Choice, ChoiceOutcome, Eviction
-from vllm_tgvkv.shared.trace import Trace
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 from vllm_tgvkv.worker.due import DueEviction
@@ -37,9 +36,10 @@ from vllm_tgvkv.worker.outcomes import start_trace
 logger = init_logger("vllm.tgvkv")
 
 _STEPS_UNTIL_IN_FORCE = 2
+"""Of the request. With several stages, steps of other requests lie between them."""
 
-_KEY_BYTES = 4 << 20
-"""Keys that are scored together, or those of one layer."""
+_LOGITS_BYTES = 4 << 20
+"""Bound of the logits of layers that are scored together, or one layer's."""
 
 
 @dataclass
@@ -49,6 +49,7 @@ class _Row:
     eviction: Eviction
     """The first cut."""
     policy: Policy
+    """Of choices: its pooling reaches as far as a choice serves."""
     sinks: int
     num_candidates: int
     """C."""
@@ -65,20 +66,20 @@ class _Row:
     [pages, N]."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Exchange:
     """Tokens that are on their way from the tier."""
 
     request_id: str
     row: _Row
-    step: int
-    """When they take their slots."""
     tokens: Callable[[], Tensor]
     """Waits for them."""
     slots: Tensor
     """Slots of the pool, int64 [n]."""
     positions: Tensor
     """Of the tokens in the region's slots afterwards, int32 [pages, N]."""
+    num_steps: int = _STEPS_UNTIL_IN_FORCE
+    """Of the request until they take their slots."""
 
 
 @dataclass(frozen=True)
@@ -87,45 +88,62 @@ class Chosen:
 
     outcome: ChoiceOutcome
     decision: Decision
-    trace: Trace | None
 
 
 class Recaller:
     """Keeps the rows whose evicted tokens can come back."""
 
     def __init__(
-        self, context: ObserverContext, tier: Tier, bits: int, scales: Sequence[float]
+        self,
+        context: ObserverContext,
+        tier: Tier,
+        options: RecallOptions,
+        scales: Sequence[float],
     ) -> None:
         """Make it; `scales` has the factor of products of queries and keys by layer."""
         self._context = context
         self._tier = tier
-        self._sketches = SketchPages(context.pool, bits)
+        self._sketches = SketchPages(context.pool, options.sketch)
+        self._served = options.every + _STEPS_UNTIL_IN_FORCE
+        """Tokens of the answer from a choice to the end of its time in force."""
         self._scales = scales
         self._rows: dict[str, _Row] = {}
-        self._exchanges: deque[_Exchange] = deque()
-        self._step = 0
-        self.failed: list[str] = []
-        """Requests that lost their recall in this step, because the tier failed."""
+        self._exchanges: list[_Exchange] = []
+        """Oldest first."""
+        self._failed: list[str] = []
 
-    def begin_step(self, ended: Sequence[str]) -> None:
-        """Drop the rows of some requests, and let tokens that have come take their slots."""
-        self._step += 1
-        self.failed = []
+    def begin_step(self, ended: Sequence[str], scheduled: Collection[str]) -> None:
+        """Drop the rows of requests whose recall ended, and let tokens take their slots.
+
+        `scheduled` has the requests of this step.
+        """
         for request_id in ended:
             self._rows.pop(request_id, None)
-        while self._exchanges and self._exchanges[0].step <= self._step:
-            due = self._exchanges.popleft()
-            request_id, row = due.request_id, due.row
-            if self._rows.get(request_id) is not row:
+        waiting, self._exchanges = self._exchanges, []
+        for due in waiting:
+            if self._rows.get(due.request_id) is not due.row:
                 continue  # it was cut meanwhile, or has no region any more
-            try:
-                self._tier.put(due.tokens(), due.slots)
-            except TierError as error:
-                logger.error("KV eviction: %s has no recall any more: %s", request_id, error)
-                del self._rows[request_id]
-                self.failed.append(request_id)
-                continue
-            self._context.regions.store_positions(row.blocks, due.positions)
+            due.num_steps -= due.request_id in scheduled
+            if due.num_steps:
+                self._exchanges.append(due)
+            else:
+                self._put(due)
+
+    def _put(self, due: _Exchange) -> None:
+        request_id, row = due.request_id, due.row
+        try:
+            self._tier.put(due.tokens(), due.slots)
+        except TierError as error:
+            logger.error("KV eviction: %s has no recall any more: %s", request_id, error)
+            del self._rows[request_id]
+            self._failed.append(request_id)
+            return
+        self._context.regions.store_positions(row.blocks, due.positions)
+
+    def take_failed(self) -> list[str]:
+        """Return the requests that lost their recall since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def cut(self, due: DueEviction, positions: Tensor, offsets: Tensor) -> None:
         """Keep what a cut evicts, once the kept tokens are copied; what it holds comes with it.
@@ -155,7 +173,7 @@ class Recaller:
             self._tier.write(due.keys.blocks[: eviction.num_replaced].long(), tier_blocks)
             self._rows[eviction.request_id] = _Row(
                 eviction,
-                due.policy,
+                replace(due.policy, pooling=due.policy.pooling.serving(self._served)),
                 due.prompt.sinks,
                 num_candidates,
                 tier_blocks,
@@ -179,7 +197,7 @@ class Recaller:
         except Exception:
             logger.exception("KV eviction: %s has no recall any more", choice.request_id)
             del self._rows[choice.request_id]
-            self.failed.append(choice.request_id)
+            self._failed.append(choice.request_id)
             return None
 
     def _choose(self, row: _Row, choice: Choice) -> Chosen:
@@ -194,18 +212,18 @@ class Recaller:
         pair = torch.searchsorted(row.offsets, page, right=True) - 1
         slots = self._tier.slots(row.tier_blocks, pair, positions.flatten()[moved].long())
         where = self._pages(row)[page] * shape.block_size + moved % shape.block_size
-        step, tokens = self._step + _STEPS_UNTIL_IN_FORCE, self._tier.fetch(slots)
-        name = choice.request_id
-        self._exchanges.append(_Exchange(name, row, step, tokens, where, positions))
+        name, tokens = choice.request_id, self._tier.fetch(slots)
+        self._exchanges.append(_Exchange(name, row, tokens, where, positions))
         row.positions = positions
         num_answer = choice.num_tokens - row.eviction.prompt.num_tokens
-        outcome = ChoiceOutcome(choice.request_id, num_answer, len(moved) / shape.num_pairs)
-        trace = None
+        trace, moved_by_pair = None, len(moved) / shape.num_pairs
         if self._context.ranks.size == 1:  # others know their own heads only
             num_blocks = len(row.blocks)
-            more = num_answer, outcome.num_recalled
-            trace = start_trace(row.eviction, scored, decision, num_blocks, *more)
-        return Chosen(outcome, decision, trace)
+            trace = start_trace(
+                row.eviction, scored, decision, num_blocks, num_answer, moved_by_pair
+            )
+        outcome = ChoiceOutcome(name, num_answer, moved_by_pair, shape.num_pairs, trace)
+        return Chosen(outcome, decision)
 
     def _score(self, row: _Row, choice: Choice) -> ScoredPrompt:
         """Score all of a prompt by its sketch, layer by layer."""
@@ -222,21 +240,25 @@ class Recaller:
         stored, positions = context.to_device(choice.stored), context.to_device(choice.rows)
         tail = context.to_device(choice.tail_blocks).long()
         scores = []
-        for layers, scale in self._parts(num_tokens):
+        for layers, scale in self._parts(len(stored), num_tokens):
             num_layers = layers.stop - layers.start
             first, num_pairs = layers.start * shape.num_heads, num_layers * shape.num_heads
-            size = num_pairs, num_tokens, shape.head_size
-            keys = context.scratch.take("recalled keys", size, tail.device)
-            self._sketches.read(row.sketch_blocks, first, keys[:, :num_candidates])
+            size = num_pairs, shape.group_size, len(stored), num_tokens
+            logits = context.scratch.take("recalled", size, tail.device)
+            products = logits.flatten(1, 2)
+            queries = context.queries.load(layers, stored).float().mul_(scale)
+            # [layers, O, H * G, D] -> [pairs, G * O, D]
+            queries = queries.transpose(1, 2).reshape(num_pairs, -1, shape.head_size)
+            self._sketches.logits(
+                row.sketch_blocks, first, num_candidates, queries, products, context.scratch
+            )
             pairs = torch.arange(first, first + num_pairs, device=tail.device)[:, None]
-            newest = context.pool.keys[tail * shape.num_pairs + pairs].flatten(1, 2)
-            keys[:, num_candidates:] = newest[:, : num_tokens - num_candidates]
-            queries = context.queries.load(layers, stored).transpose(0, 1)
-            attention = observe_keys(
-                queries.reshape(1, len(stored), num_pairs, shape.group_size, shape.head_size),
-                keys,
+            newest = context.pool.keys[tail * shape.num_pairs + pairs].float().flatten(1, 2)
+            keys = newest[:, : num_tokens - num_candidates].transpose(1, 2)
+            torch.bmm(queries, keys, out=products[..., num_candidates:])
+            attention = observe_logits(
+                logits,
                 positions,
-                scale,
                 row.policy.statistics(row.policy.score.rows),
                 context.workspace_bytes,
                 context.scratch,
@@ -261,10 +283,11 @@ class Recaller:
             floor_pages=0,
         )
 
-    def _parts(self, num_tokens: int) -> Iterator[tuple[slice, float]]:
-        """Yield layers that are scored together, whose keys fit a cache, and their scale."""
+    def _parts(self, num_rows: int, num_tokens: int) -> Iterator[tuple[slice, float]]:
+        """Yield layers that are scored together, whose logits fit a cache, and their scale."""
         shape, first = self._context.shape, 0
-        most = max(1, _KEY_BYTES // (4 * shape.num_heads * num_tokens * shape.head_size))
+        layer_bytes = 4 * shape.num_heads * shape.group_size * num_rows * num_tokens
+        most = max(1, _LOGITS_BYTES // layer_bytes)
         for scale, alike in groupby(self._scales):
             last = first + len(list(alike))
             for start in range(first, last, most):

@@ -5,8 +5,8 @@ There is one scheduler, so one block table: every stage has its own pool with th
 and a block is a page of every (layer, head) of the stage. Pages cannot move to another stage. So
 each stage runs the whole eviction for its own layers by the same plan, as if there were no others.
 
-Only the last stage answers the scheduler. In a step whose plan asks for eviction work, which all
-stages know from the plan, each earlier stage sends the last one its outcomes.
+Only the last stage answers the scheduler. In a step whose plan asks for evictions or choices, each
+earlier stage sends the last one its outcomes; all stages know it from the plan.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import Protocol, TypeAlias
 
-from vllm_tgvkv.shared.plan import Failure, Outcome, sums
+from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, Outcome, sums
 from vllm_tgvkv.shared.trace import join_traces
 
-StageOutcomes: TypeAlias = list[Outcome | Failure]
+StageOutcomes: TypeAlias = list[Outcome | ChoiceOutcome | Failure]
 """The outcomes of one step in the layers of a stage."""
 
 
@@ -76,14 +76,31 @@ def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
     A request that failed on one stage has failed. It keeps the most blocks that any stage needs.
     """
     parts: dict[str, list[Outcome]] = {}
+    choices: dict[str, list[ChoiceOutcome]] = {}
     failures: dict[str, Failure] = {}
     for part in chain.from_iterable(stages):
         if isinstance(part, Failure):
             failures.setdefault(part.request_id, part)
+        elif isinstance(part, ChoiceOutcome):
+            choices.setdefault(part.request_id, []).append(part)
         else:
             parts.setdefault(part.request_id, []).append(part)
     joined = [_join(of_all) for name, of_all in parts.items() if name not in failures]
-    return [*joined, *failures.values()]
+    chosen = [_join_choices(of_all, len(stages)) for of_all in choices.values()]
+    return [*joined, *chosen, *failures.values()]
+
+
+def _join_choices(parts: Sequence[ChoiceOutcome], num_stages: int) -> ChoiceOutcome:
+    """Return a choice as if one stage had all layers; if the tier of one failed, all lose it."""
+    num_pairs = sum(part.num_pairs for part in parts)
+    moved = [part.num_recalled and part.num_recalled * part.num_pairs for part in parts]
+    traces = [part.trace for part in parts if part.trace is not None]
+    return replace(
+        parts[0],
+        num_recalled=None if None in moved else sum(filter(None, moved)) / num_pairs,
+        num_pairs=num_pairs,
+        trace=join_traces(traces) if len(traces) == num_stages else None,
+    )
 
 
 def _join(parts: Sequence[Outcome]) -> Outcome:

@@ -264,8 +264,8 @@ PARTS = {
         "`streaming`, which keeps the last tokens, is the floor: what the answer's own words tell. "
         "With `every` and `sketch`, [what was evicted comes back](../../recall.md). *Held* has the "
         "sketch, which is beside the budget; *come back* is the share of the prompt that a choice "
-        "brings back. The tier holds the whole prompt. A budget of 0.25 holds more than any arm with "
-        "recall.",
+        "brings back. The tier holds the whole prompt. A budget of 0.25 holds more than any arm "
+        "with recall.",
         (
             Cells(
                 (*SEVERAL_PLACES, *ONE_PLACE),

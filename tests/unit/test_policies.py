@@ -119,6 +119,14 @@ def test_pooling_forward_by_hand() -> None:
     assert sinks.tolist() == [[9, 9, 0, 1, 1, 1]]  # sinks count for no other token
 
 
+def test_pooling_of_scores_that_serve_a_few_tokens() -> None:
+    far, kernel = Pooling("sequence", forward=256, back=1, halve=64), Pooling("grid", 5)
+    assert far.serving(6) == Pooling("sequence", forward=12, back=1, halve=6)
+    assert far.serving(100) == Pooling("sequence", forward=200, back=1, halve=64)
+    assert (far.serving(128), kernel.serving(1)) == (far, kernel)
+    assert Pooling("grid", forward=40).serving(6) == Pooling("grid", forward=12)
+
+
 def pool(
     scores: torch.Tensor, images: tuple[VisionSpan, ...], pooling: Pooling, sinks: int = 0
 ) -> torch.Tensor:

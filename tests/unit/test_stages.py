@@ -24,7 +24,7 @@ from tests.unit.test_ranks import (
     step,
 )
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
-from vllm_tgvkv.shared.plan import Failure, Outcome, StepPlan
+from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, Outcome, StepPlan
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import Ranks
 from vllm_tgvkv.worker.stages import Stages, join_outcomes
@@ -160,6 +160,18 @@ def test_outcomes_are_joined_in_any_order() -> None:
         assert failure == Failure("s", failure.error)  # type: ignore[union-attr]
     alone = Stages(4)
     assert alone.join([part]) == [part]
+
+
+def test_choices_are_joined_in_any_order() -> None:
+    """Tokens that came back are the mean over all stages' heads; a failed tier ends it for all."""
+    parts = [ChoiceOutcome("r", 7, 3.0, 4), ChoiceOutcome("r", 7, 0.0, 2)]
+    lost = ChoiceOutcome("r", 0, None)
+    for order in permutations(parts):
+        assert join_outcomes([[each] for each in order]) == [ChoiceOutcome("r", 7, 2.0, 6)]
+    for order in permutations([*parts, lost]):
+        (found,) = join_outcomes([[each] for each in order])
+        assert isinstance(found, ChoiceOutcome)
+        assert found.num_recalled is None
 
 
 def test_a_message_is_waited_for_once_more_are_sent_than_steps_can_be_in_flight() -> None:

@@ -100,8 +100,8 @@ def read_sketches(sketches: Tensor, bits: int, out: Tensor) -> None:
         codes.copy_((packed >> (bits * plane)).bitwise_and_(mask))
     ranges = sketches[:, head_size * width : num_bytes].contiguous().view(torch.float16)
     low, step = ranges.float().view(num_pairs, 2, head_size, -1, 1).unbind(1)
-    groups = out.unflatten(2, (-1, GROUP))
-    torch.addcmul(low, groups, step, out=groups)
+    # On a CPU, `addcmul` with such strides takes four times as long.
+    out.unflatten(2, (-1, GROUP)).mul_(step).add_(low)
 
 
 def sketch_logits(

@@ -22,7 +22,7 @@ from evaluation.parts import Cells, Part, replacing
 from evaluation.texts import BUDGETS, DEFAULT, WAIT, gated
 from measure.smollm import INSTALL
 from reader.assemble import TOWER
-from reader.tasks import TASKS, PageQuestion
+from reader.tasks import TASKS, PageQuestion, PageTask
 
 METHODS = (
     "tgv",
@@ -83,6 +83,14 @@ _GATED = {
 }
 _UNTRAINED = ("tgv", "snapkv", "rkv", DEFAULT)
 
+
+SEVERAL_PLACES = (
+    PageTask("passages", "prose", keys=3, forced=True),
+    PageTask("numbers", "noise", keys=6, forced=True),
+    PageTask("table", "prose", keys=12, forced=True),
+    PageTask("aloud", "prose", keys=200, forced=True),
+    PageTask("number", "prose", keys=4, forced=True),
+)
 
 PARTS = {
     "full": Part(
@@ -167,6 +175,7 @@ PARTS = {
             for pair in paired(first, crossed((other,), BUDGETS[:2]))
         ),
     ),
+    "recall": texts.recalled(SEVERAL_PLACES),
     "summaries": texts.summaries(
         "Text and vision have a summary each.", ((TASKS[1], 10),), ("tgv", "snapkv", DEFAULT)
     ),

@@ -187,7 +187,32 @@ SEVERAL_PLACES = (
     _forced("aloud", "prose", 200),
 )
 ONE_PLACE = (_forced("number", "prose", 4), _forced("passage", "noise", 1))
-_RECALLING = recalling(DEFAULT, (0.1, 0.05))
+
+
+def recalled(tasks: Sequence[Task]) -> Part:
+    """Return the part that asks for the tokens of forced answers, with recall and without."""
+    return Part(
+        "Answers that read from several places",
+        "The right answer is given token by token, and each next token is asked for. Of the tokens "
+        "that the full cache would say, the table has the share that each arm would say. "
+        "`streaming`, which keeps the last tokens, is the floor: what the answer's own words tell. "
+        "With `every` and `sketch`, [what was evicted comes back](../../recall.md). *Held* has the "
+        "sketch, which is beside the budget; *come back* is the share of the prompt that a choice "
+        "brings back. The tier holds the whole prompt. A budget of 0.25 holds more than any arm "
+        "with recall.",
+        (
+            Cells(
+                tasks,
+                (
+                    *recalling(DEFAULT, (0.1, 0.05)),
+                    *crossed((DEFAULT,), (0.25, 0.1, 0.05), (WAIT,)),
+                    *crossed(("streaming",), (0.1,), (WAIT,)),
+                ),
+                102,
+            ),
+        ),
+    )
+
 
 PARTS = {
     "methods": _METHODS,
@@ -257,27 +282,7 @@ PARTS = {
         ),
         counts_all=True,
     ),
-    "recall": Part(
-        "Answers that read from several places",
-        "The right answer is given token by token, and each next token is asked for. Of the tokens "
-        "that the full cache would say, the table has the share that each arm would say. "
-        "`streaming`, which keeps the last tokens, is the floor: what the answer's own words tell. "
-        "With `every` and `sketch`, [what was evicted comes back](../../recall.md). *Held* has the "
-        "sketch, which is beside the budget; *come back* is the share of the prompt that a choice "
-        "brings back. The tier holds the whole prompt. A budget of 0.25 holds more than any arm "
-        "with recall.",
-        (
-            Cells(
-                (*SEVERAL_PLACES, *ONE_PLACE),
-                (
-                    *_RECALLING,
-                    *crossed((DEFAULT,), (0.25, 0.1, 0.05), (WAIT,)),
-                    *crossed(("streaming",), (0.1,), (WAIT,)),
-                ),
-                102,
-            ),
-        ),
-    ),
+    "recall": recalled((*SEVERAL_PLACES, *ONE_PLACE)),
     "sketches": Part(
         "How often, and from how few bits",
         "As above, on two of its tasks.",

@@ -213,6 +213,7 @@ class Scrape:
                         "layers",
                         "state",
                         "cause",
+                        "fault",
                         "le",
                     )
                     labels = tuple(sample.labels[name] for name in order if name in sample.labels)

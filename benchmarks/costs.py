@@ -150,6 +150,10 @@ def _method_line(name: str, workload: Workload, parts: dict[str, list[dict[str, 
     return line
 
 
+_PRESSURE = evicting({"policy": "reach", "budget": BUDGET, "when": "pressure"})
+"""Engine argument of requests that pressure might evict."""
+
+
 def scheduler(bench: Bench) -> Iterator[Line]:
     """Measure lines i: the scheduler's time for a running request.
 
@@ -163,11 +167,10 @@ def scheduler(bench: Bench) -> Iterator[Line]:
     # Small blocks, as on GPUs, mean long rows; vLLM has no smaller ones on a CPU. With one thread,
     # nothing waits for a second core.
     flags = {"block_size": 32, "max_num_seqs": batch}
-    pressure = {"policy": "reach", "budget": BUDGET, "when": "pressure"}
     arms = {
         "constrained": flags,
         "ours": {**flags, **evicting({"policy": "tgv", "budget": BUDGET})},
-        "pressure": {**flags, **evicting(pressure)},
+        "pressure": {**flags, **_PRESSURE},
     }
     given = {"workload": scale.overhead, "budget": BUDGET}
     with bench.launch("scheduler", BRIEF, pool, arms, threads=1) as running:
@@ -175,8 +178,7 @@ def scheduler(bench: Bench) -> Iterator[Line]:
         running.ask("fill", batch=batch, seed=next(bench.seeds), attend=False, **given)
         found = bench.turns(running, rounds, "decode", steps=steps)
         running.ask("clear")
-        if any(sum(each["cuts"]) for each in (*found["ours"], *found["pressure"])):
-            raise RuntimeError("a step without a cut is measured, and one had some")
+        _check_no_cuts(found)
         seconds = {
             name: [sum(each["scheduling"]) / steps / batch for each in of_arm]
             for name, of_arm in found.items()
@@ -200,6 +202,16 @@ def _scheduler_lines(what: str, seconds: dict[str, list[float]]) -> Iterator[Lin
         yield line
 
 
+def _check_no_cuts(found: dict[str, list[dict[str, list[float]]]]) -> None:
+    """Check that no step that `decode` measured had a cut.
+
+    Raises:
+        RuntimeError: if a step had one.
+    """
+    if any(sum(each["cuts"]) for of_arm in found.values() for each in of_arm):
+        raise RuntimeError("steps without a cut are measured, and one had some")
+
+
 def steps(bench: Bench) -> Iterator[Line]:
     """Measure lines k: whole steps of requests that pressure might evict, and does not.
 
@@ -207,8 +219,7 @@ def steps(bench: Bench) -> Iterator[Line]:
     """
     scale, batch, number = bench.scale, bench.scale.scheduled_batch, 10
     flags = {"block_size": bench.block_size, "max_num_seqs": batch}
-    pressure = evicting({"policy": "reach", "budget": BUDGET, "when": "pressure"})
-    arms = {"constrained": flags, "pressure": {**flags, **pressure}}
+    arms = {"constrained": flags, "pressure": {**flags, **_PRESSURE}}
     given = {"workload": scale.overhead, "budget": BUDGET, "attend": False}
     for shape, rounds in (
         (BRIEF, scale.scheduled_rounds),
@@ -219,8 +230,7 @@ def steps(bench: Bench) -> Iterator[Line]:
             bench.say(f"k. steps of {batch} running requests, {shape.name}")
             running.ask("fill", batch=batch, seed=next(bench.seeds), **given)
             found = bench.turns(running, rounds, "decode", steps=number)
-        if any(sum(each["cuts"]) for each in found["pressure"]):
-            raise RuntimeError("steps without a cut are measured, and one had some")
+        _check_no_cuts(found)
         medians = {
             name: [1e3 * statistics.median(each["seconds"]) for each in of_arm]
             for name, of_arm in found.items()

@@ -84,7 +84,7 @@ _GATED = {
 _UNTRAINED = ("tgv", "snapkv", "rkv", DEFAULT)
 
 
-SEVERAL_PLACES = (
+FORCED = (
     PageTask("passages", "prose", keys=3, forced=True),
     PageTask("numbers", "noise", keys=6, forced=True),
     PageTask("table", "prose", keys=12, forced=True),
@@ -175,7 +175,7 @@ PARTS = {
             for pair in paired(first, crossed((other,), BUDGETS[:2]))
         ),
     ),
-    "recall": texts.recalled(SEVERAL_PLACES),
+    "recall": texts.recalled(FORCED),
     "summaries": texts.summaries(
         "Text and vision have a summary each.", ((TASKS[1], 10),), ("tgv", "snapkv", DEFAULT)
     ),

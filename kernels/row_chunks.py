@@ -315,7 +315,8 @@ def observe_logits(
     logits[..., -num_rows:].masked_fill_(columns > row_positions[:, None], float("-inf"))
     torch.softmax(logits, dim=-1, out=logits)
     num_visible = (row_positions[None] + 1).int()
-    none = logits.new_empty(1, num_rows, heads, group, 0)
-    pages = num_visible.new_empty(heads, num_keys)
-    rows = ObservedRows(none, none.view(0, 1, 0), pages, num_visible, num_keys, 1.0, row_positions)
+    # In place of queries and keys stand tensors of their shape without channels.
+    queries, keys = logits.new_empty(1, num_rows, heads, group, 0), logits.new_empty(1, num_keys, 0)
+    tables = num_visible.new_zeros(heads, 1)
+    rows = ObservedRows(queries, keys, tables, num_visible, num_keys, 1.0, row_positions)
     return _GivenAttention(logits, rows, statistics, workspace_bytes, scratch)

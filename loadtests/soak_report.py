@@ -67,9 +67,9 @@ def write_report(soak: Soak, folder: Path) -> None:
         _watched(soak),
         Plot(PLOT, "Memory, blocks in use and latency over time"),
         Text(
-            "Memory is that of all processes of the server; growth is the slope of least squares "
-            "over the last two thirds of the time, because caches fill in the first. oneDNN's, "
-            "which otherwise fills for hours, is bounded (`loadtests/soak.py`). Latency "
+            "Memory is that of all processes of the server. Its growth is the slope of a line "
+            "fitted to the last two thirds of the time, because caches fill in the first third. "
+            "oneDNN's, which otherwise fills for hours, is bounded (`loadtests/soak.py`). Latency "
             "is from the request to the last token, over the median of the same request in the "
             "whole run, so that the mix does not matter: the median of the last third of the time "
             "to that of the first, with a bootstrap interval over stretches of time. In brackets: "

@@ -219,9 +219,10 @@ class Evictor:
             chosen = recaller.choose(choice)
             if chosen is None:
                 continue
-            found.append(chosen.outcome)
+            outcome, decision = chosen
+            found.append(outcome)
             if self.config.debug.record_kept:
-                self.kept.append((choice.request_id, chosen.decision))
+                self.kept.append((choice.request_id, decision))
         return found
 
     # -- after the last layer -----------------------------------------------------------

@@ -82,14 +82,6 @@ class _Exchange:
     """Of the request until they take their slots."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A choice as this rank made it."""
-
-    outcome: ChoiceOutcome
-    decision: Decision
-
-
 class Recaller:
     """Keeps the rows whose evicted tokens can come back."""
 
@@ -183,10 +175,11 @@ class Recaller:
                 positions,
             )
 
-    def choose(self, choice: Choice) -> Chosen | None:
+    def choose(self, choice: Choice) -> tuple[ChoiceOutcome, Decision] | None:
         """Choose a row's tokens again, after the step's layers; None if it has no recall.
 
-        If the method raises, the row keeps what it has from now on.
+        Both are of this worker's layers and heads. If the method raises, the row keeps what it has
+        from now on.
         """
         row = self._rows.get(choice.request_id)
         if row is None:
@@ -200,7 +193,7 @@ class Recaller:
             self._failed.append(choice.request_id)
             return None
 
-    def _choose(self, row: _Row, choice: Choice) -> Chosen:
+    def _choose(self, row: _Row, choice: Choice) -> tuple[ChoiceOutcome, Decision]:
         scored = self._score(row, choice)
         shape = self._context.shape
         counts = row.offsets.diff().long().view(shape.num_layers, shape.num_heads)
@@ -222,8 +215,7 @@ class Recaller:
             trace = start_trace(
                 row.eviction, scored, decision, num_blocks, num_answer, moved_by_pair
             )
-        outcome = ChoiceOutcome(name, num_answer, moved_by_pair, shape.num_pairs, trace)
-        return Chosen(outcome, decision)
+        return ChoiceOutcome(name, num_answer, moved_by_pair, shape.num_pairs, trace), decision
 
     def _score(self, row: _Row, choice: Choice) -> ScoredPrompt:
         """Score all of a prompt by its sketch, layer by layer."""

@@ -92,12 +92,15 @@ def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
 
 def _join_choices(parts: Sequence[ChoiceOutcome], num_stages: int) -> ChoiceOutcome:
     """Return a choice as if one stage had all layers; if the tier of one failed, all lose it."""
-    num_pairs = sum(part.num_pairs for part in parts)
-    moved = [part.num_recalled and part.num_recalled * part.num_pairs for part in parts]
+    num_pairs, moved = sum(part.num_pairs for part in parts), 0.0
+    for part in parts:
+        if part.num_recalled is None:
+            return part
+        moved += part.num_recalled * part.num_pairs
     traces = [part.trace for part in parts if part.trace is not None]
     return replace(
         parts[0],
-        num_recalled=None if None in moved else sum(filter(None, moved)) / num_pairs,
+        num_recalled=moved / num_pairs,
         num_pairs=num_pairs,
         trace=join_traces(traces) if len(traces) == num_stages else None,
     )

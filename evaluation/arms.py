@@ -152,7 +152,7 @@ def crossed(
 
 
 def recalling(
-    method: str, budgets: Sequence[float], every: int = 4, sketch: int = 4, wait: int = 4
+    method: str, budgets: Sequence[float], every: int = 3, sketch: int = 4, wait: int = 4
 ) -> tuple[Arm, ...]:
     """Return a method at every budget whose evicted tokens may come back."""
     recall = (("every", every), ("sketch", sketch))

@@ -292,8 +292,8 @@ PARTS = {
                 tuple(
                     arm
                     for every, sketch in (
-                        *((every, 4) for every in (1, 2, 4, 8, 16)),
-                        *((4, sketch) for sketch in (1, 2, 8)),
+                        *((every, 4) for every in (1, 2, 3, 4, 8, 16)),
+                        *((3, sketch) for sketch in (1, 2, 8)),
                     )
                     for arm in recalling(DEFAULT, (0.1,), every, sketch)
                 ),

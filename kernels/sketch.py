@@ -1,48 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketches of keys: a few bits a number, enough to find the tokens that a row looks at.
 
-In every channel, `GROUP` consecutive tokens of a head share a range: a number is `low + step *
-code`. With more bits the codes divide the range evenly between the group's extremes, as KIVI does
-(Liu et al., arXiv 2402.02750). With 1 bit the code is the sign, and both values lie at the group's
-mean magnitude.
+A head's keys are standardised by channel, so that no channel outweighs the others, and each token's
+numbers then share a step: `key = mean + scale * step * (code - (2^bits - 1) / 2)`. The step is the
+one that loses least for normally distributed numbers (Max, "Quantizing for minimum distortion",
+1960), times the token's root mean square. It leaves the product of queries and codes a plain matrix
+product: means and scales go into the queries, steps into the logits.
 
-The sketch of a head's C tokens, in bytes, with C rounded up to a whole number g of groups:
+The sketch of a head's C tokens, in bytes:
 
     codes    [D, C * bits / 8]    byte i of a channel holds tokens i, i + C * bits / 8, ...
-    low      [D, g]               float16
-    step     [D, g]               float16
-
-A last group with fewer tokens has the last one repeated.
+    steps    [C]                  float16
+    means    [D]                  float16
+    scales   [D]                  float16
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_tgvkv.kernels.checks import check
 from vllm_tgvkv.kernels.statistics import Scratch
 
-GROUP = 32
-"""Tokens that share a range."""
-BITS = (1, 2, 4, 8)
+STEPS = {1: 1.596, 2: 0.9957, 4: 0.3352, 8: 0.0308}
+"""Best step of a normal distribution's standard deviation, by bits."""
+BITS = tuple(STEPS)
 
-_KEY_BYTES = 1 << 20
-"""Bound of the keys that are read at a time, or one head's, so that they fit a cache."""
-_LARGEST = torch.finfo(torch.float16).max
+_KEY_BYTES = 4 << 20
+"""Bound of the codes that are read at a time, or one head's. Starting threads for more and smaller
+parts takes longer than what a cache saves."""
+_LEAST, _LARGEST = 1e-4, torch.finfo(torch.float16).max
+
+
+class _Sketches(NamedTuple):
+    """Views of the parts of some heads' sketches."""
+
+    codes: Tensor
+    """uint8 [M, D, C * bits / 8]."""
+    steps: Tensor
+    """float16 [M, C]."""
+    means: Tensor
+    """float16 [M, D]."""
+    scales: Tensor
+    """float16 [M, D]."""
 
 
 def sketch_bytes(num_tokens: int, head_size: int, bits: int) -> int:
     """Return the bytes of a head's sketch of some tokens."""
-    return _num_groups(num_tokens) * head_size * (GROUP * bits // 8 + 4)
+    return num_tokens * head_size * bits // 8 + 2 * num_tokens + 4 * head_size
 
 
 def sketch_keys(keys: Tensor, bits: int) -> Tensor:
     """Return the sketches of some heads' keys.
 
     Args:
-        keys: `[M, C, D]`, any float dtype but fp8.
+        keys: `[M, C, D]`, any float dtype but fp8; C is a multiple of 16.
         bits: one of `BITS`.
 
     Returns:
@@ -51,57 +66,36 @@ def sketch_keys(keys: Tensor, bits: int) -> Tensor:
     Raises:
         ValueError: if the keys or bits do not fit.
     """
-    check("keys", keys, ("M", "C", "D"))
+    check("keys", keys, ("M", "C, a multiple of 16", "D"), fits=keys.shape[1] % 16 == 0)
     if bits not in BITS:
         raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
-    missing = -keys.shape[1] % GROUP
-    padded = F.pad(keys.float().transpose(1, 2), (0, missing), mode="replicate")
-    groups = padded.unflatten(2, (-1, GROUP))  # [M, D, g, GROUP]
-    if bits == 1:
-        sums = groups.abs().sum(dim=3)
-        if missing:  # repetitions do not count
-            last = groups[:, :, -1, : GROUP - missing].abs().sum(dim=2)
-            sums[:, :, -1] = last * (GROUP / (GROUP - missing))
-        step = sums * (2 / GROUP)
-        low = step / -2
-    else:
-        low, high = groups.aminmax(dim=3)
-        step = (high - low) / (2**bits - 1)
-    ranges = torch.stack((low, step), dim=1).clamp_(-_LARGEST, _LARGEST).half()  # [M, 2, D, g]
-    low, step = (part.float().unsqueeze(3) for part in ranges.unbind(1))
-    if bits == 1:
-        codes = groups >= 0
-    else:  # the range in float16 decides, so that an extreme is not cut off by rounding
-        codes = ((groups - low) / step).nan_to_num_(0, 0, 0).round_().clamp_(0, 2**bits - 1)
-    planes = codes.to(torch.uint8).flatten(2).unflatten(2, (8 // bits, -1))
+    numbers = keys.float().transpose(1, 2)  # [M, D, C]
+    means = _half(numbers.mean(dim=2))
+    numbers = numbers - means.float().unsqueeze(2)
+    scales = _half(numbers.square().mean(dim=2).sqrt_().clamp_(min=_LEAST))
+    numbers /= scales.float().unsqueeze(2)
+    steps = _half(numbers.square().mean(dim=1).sqrt_().mul_(STEPS[bits]).clamp_(min=_LEAST))
+    numbers /= steps.float().unsqueeze(1)
+    codes = numbers.add_((2**bits - 1) / 2).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+    planes = codes.unflatten(2, (8 // bits, -1))
     packed = planes[:, :, 0].clone()
     for plane in range(1, 8 // bits):
         packed |= planes[:, :, plane] << (bits * plane)
-    return torch.cat((packed.flatten(1), ranges.view(torch.uint8).flatten(1)), dim=1)
+    parts = (packed.flatten(1), *(part.view(torch.uint8) for part in (steps, means, scales)))
+    return torch.cat(parts, dim=1)
 
 
-def read_sketches(sketches: Tensor, bits: int, out: Tensor) -> None:
-    """Write the keys that sketches stand for to `out`, float32 `[M, D, C]`.
-
-    C is a multiple of `GROUP`; what is there for tokens that a last group lacks has no meaning.
+def read_sketches(sketches: Tensor, bits: int, num_tokens: int, head_size: int) -> Tensor:
+    """Return the keys that sketches stand for, float32 `[M, C, D]`.
 
     Args:
         sketches: uint8 `[M, B]`, from `sketch_keys`; further bytes may follow.
     """
-    check("out", out, ("M", "D", "C"), (torch.float32,), out.shape[-1] % GROUP == 0)
-    num_pairs, head_size, num_tokens = out.shape
-    num_bytes = sketch_bytes(num_tokens, head_size, bits)
-    has_all = sketches.shape[-1] >= num_bytes
-    check("sketches", sketches, (num_pairs, f"B >= {num_bytes}"), (torch.uint8,), has_all)
-    width, mask = num_tokens * bits // 8, 2**bits - 1
-    packed = sketches[:, : head_size * width].unflatten(1, (head_size, width))
-    for plane in range(8 // bits):
-        codes = out[:, :, plane * width : (plane + 1) * width]
-        codes.copy_((packed >> (bits * plane)).bitwise_and_(mask))
-    ranges = sketches[:, head_size * width : num_bytes].contiguous().view(torch.float16)
-    low, step = ranges.float().view(num_pairs, 2, head_size, -1, 1).unbind(1)
-    # On a CPU, `addcmul` with such strides takes four times as long.
-    out.unflatten(2, (-1, GROUP)).mul_(step).add_(low)
+    parts = _parts(sketches, bits, num_tokens, head_size)
+    codes = parts.means.new_empty(len(sketches), head_size, num_tokens, dtype=torch.float32)
+    _read_codes(parts.codes, bits, codes)
+    numbers = (codes - (2**bits - 1) / 2) * parts.steps.float().unsqueeze(1)
+    return (numbers * parts.scales.float().unsqueeze(2) + parts.means.unsqueeze(2)).transpose(1, 2)
 
 
 def sketch_logits(
@@ -119,15 +113,42 @@ def sketch_logits(
     num_pairs, num_queries, head_size = queries.shape
     has_room = out.dim() == 3 and out.shape[2] >= num_tokens
     check("out", out, (num_pairs, num_queries, "P"), (torch.float32,), has_room)
-    size = _num_groups(num_tokens) * GROUP
-    most = max(1, _KEY_BYTES // (4 * head_size * size))
+    parts = _parts(sketches, bits, num_tokens, head_size)
+    steps = parts.steps.float().unsqueeze(1)  # [M, 1, C]
+    shift = torch.bmm(queries, parts.means.float().unsqueeze(2))  # [M, Q, 1]
+    scaled = queries * parts.scales.float().unsqueeze(1)
+    # Codes are not negative; what that adds is taken off again.
+    excess = scaled.sum(dim=2, keepdim=True).mul_((1 - 2**bits) / 2)
+    most = max(1, _KEY_BYTES // (4 * head_size * num_tokens))
     for first in range(0, num_pairs, most):
         part = slice(first, first + most)
-        asked = queries[part]
-        keys = scratch.take("sketched keys", (len(asked), head_size, size), out.device)
-        read_sketches(sketches[part], bits, keys)
-        torch.bmm(asked, keys[..., :num_tokens], out=out[part, :, :num_tokens])
+        asked = scaled[part]
+        codes = scratch.take("codes", (len(asked), head_size, num_tokens), out.device)
+        products = scratch.take("products", (len(asked), num_queries, num_tokens), out.device)
+        _read_codes(parts.codes[part], bits, codes)
+        torch.baddbmm(excess[part].expand_as(products), asked, codes, out=products)
+        torch.addcmul(shift[part], products, steps[part], out=out[part, :, :num_tokens])
 
 
-def _num_groups(num_tokens: int) -> int:
-    return -(-num_tokens // GROUP)
+def _read_codes(packed: Tensor, bits: int, out: Tensor) -> None:
+    """Write codes, uint8 `[M, D, C * bits / 8]`, to `out`, float32 `[M, D, C]`."""
+    width = packed.shape[2]
+    for plane in range(8 // bits):
+        codes = packed >> (bits * plane) if plane else packed
+        if plane < 8 // bits - 1:
+            codes = codes & (2**bits - 1)
+        out[:, :, plane * width : (plane + 1) * width].copy_(codes)
+
+
+def _parts(sketches: Tensor, bits: int, num_tokens: int, head_size: int) -> _Sketches:
+    num_bytes = sketch_bytes(num_tokens, head_size, bits)
+    has_all = sketches.shape[-1] >= num_bytes
+    check("sketches", sketches, ("M", f"B >= {num_bytes}"), (torch.uint8,), has_all)
+    sizes = num_tokens * head_size * bits // 8, 2 * num_tokens, 2 * head_size, 2 * head_size
+    codes, *ranges = sketches[:, :num_bytes].split(sizes, dim=1)
+    halves = (part.contiguous().view(torch.float16) for part in ranges)
+    return _Sketches(codes.unflatten(1, (head_size, -1)), *halves)
+
+
+def _half(numbers: Tensor) -> Tensor:
+    return numbers.clamp(-_LARGEST, _LARGEST).half()

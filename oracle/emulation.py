@@ -351,18 +351,17 @@ class Chooser:
             return None
         age = moment.answer - since
         is_due = age > 0 and age % recall.every == 0 and moment.answer <= self.last
-        if is_due and not self._is_cut_soon(moment.answer):
-            self.choices.append((moment.answer, self._choose(moment, recall, cuts[-1])))
-        for after, own in self.choices:
-            if after > since and moment.answer == after + recall.delay:
-                kept = own.clone()
-                if (other := self.given.get(after)) is not None:
-                    size = self.eviction.block_size
-                    full = self.cutter.layout.length // size * size
-                    kept[..., :full] = other[..., :full]
-                missing = moment.length - kept.shape[-1]
-                return torch.nn.functional.pad(kept, (0, missing), value=True)
-        return None
+        if not is_due or self._is_cut_soon(moment.answer):
+            return None
+        kept = self._choose(moment, recall, cuts[-1], age)
+        self.choices.append((moment.answer, kept))
+        if (other := self.given.get(moment.answer)) is not None:
+            size = self.eviction.block_size
+            full = self.cutter.layout.length // size * size
+            kept = kept.clone()
+            kept[..., :full] = other[..., :full]
+        missing = moment.length - kept.shape[-1]
+        return torch.nn.functional.pad(kept, (0, missing), value=True)
 
     def _is_cut_soon(self, answer: int) -> bool:
         """Return whether rows that vote at a cut are computed after this token of the answer."""
@@ -370,14 +369,16 @@ class Chooser:
         cuts = (each for each in changes if each.blocks is not None)
         return any(each.after - each.rows < answer <= each.after for each in cuts)
 
-    def _choose(self, moment: Moment, recall: Recall, cut: Cut) -> torch.Tensor:
+    def _choose(self, moment: Moment, recall: Recall, cut: Cut, age: int) -> torch.Tensor:
         eviction, layout = self.eviction, self.cutter.layout
         full, tail = divmod(layout.length, eviction.block_size)
         states = moment.states()
         size = full * eviction.block_size
         pooling = methods.mix_of(eviction.method, eviction).pooling
-        votes = recalled_attention(states.queries, states.keys, states.scale, size, recall)
-        voters = tuple(range(moment.length - recall.rows, moment.length))
+        voters = recall.voters(moment.length, age)
+        votes = recalled_attention(
+            states.queries, states.keys, states.scale, size, recall.bits, voters
+        )
         return methods.select(
             eviction.method,
             votes,

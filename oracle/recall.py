@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from oracle.pooling import Pool
 
-GROUP = 32
-"""Tokens that share a range in each channel."""
+ROWS = 8
+"""Newest rows whose votes count."""
+STEPS = {1: 1.596, 2: 0.9957, 4: 0.3352, 8: 0.0308}
+"""Max's uniform quantisers of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -22,53 +25,60 @@ class Recall:
     Attributes:
         every: answer tokens between two choices, and from a cut to the first choice.
         bits: of a number in the sketch.
-        rows: last rows of the answer that vote.
-        delay: answer tokens after a choice whose rows do not see it yet.
     """
 
     every: int
     bits: int
-    rows: int
-    delay: int = 1
+
+    def voters(self, length: int, age: int) -> tuple[int, ...]:
+        """Return the rows that vote at a choice among `length` tokens, `age` after the last cut.
+
+        Every choice has as many new rows. The rows of earlier choices count while these are less
+        than `ROWS` tokens old.
+        """
+        rows = set[int]()
+        for ago in range(0, min(age, ROWS), self.every):
+            rows.update(range(length - ago - min(self.every, ROWS), length - ago))
+        return tuple(sorted(rows))
 
 
 def served(pool: Pool, recall: Recall) -> Pool:
     """Return the pooling of scores at a choice.
 
-    A choice is in force from `delay + 1` tokens after it, for `every` tokens. A score counts half
-    after as many positions at the latest, and for twice as many at most.
+    A choice serves the `every` tokens after it, and the one that is chosen from them. A score
+    counts half after as many positions at the latest, and for twice as many at most.
     """
     if pool.forward is None:
         return pool
-    ahead = recall.delay + 1 + recall.every
+    ahead = recall.every + 1
     halve = None if pool.halve is None else min(pool.halve, ahead)
     return replace(pool, forward=min(pool.forward, 2 * ahead), halve=halve)
 
 
 def sketched(keys: Tensor, bits: int) -> Tensor:
     """Return the keys that a sketch of one head's keys [C, D] stands for, float64 [C, D]."""
-    result = torch.empty(keys.shape, dtype=torch.float64)
-    for start, channel in itertools.product(range(0, len(keys), GROUP), range(keys.shape[1])):
-        numbers = keys[start : start + GROUP, channel].double()
-        if bits == 1:
-            mean = numbers.abs().mean()
-            low, step = -mean, 2 * mean
-        else:
-            low, step = numbers.min(), (numbers.max() - numbers.min()) / (2**bits - 1)
-        low, step = low.half().double(), step.half().double()
-        codes = (numbers >= 0).double()
-        if bits > 1:
-            codes = torch.zeros_like(numbers)
-            if step > 0:
-                codes = ((numbers - low) / step).round().clamp(0, 2**bits - 1)
-        result[start : start + GROUP, channel] = low + step * codes
+    numbers = keys.double()
+    mean = numbers.mean(0).half().double()
+    scale = (numbers - mean).square().mean(0).sqrt().clamp(min=1e-4).half().double()
+    result = torch.empty_like(numbers)
+    for token, key in enumerate(numbers):
+        normal = (key - mean) / scale
+        step = (normal.square().mean().sqrt() * STEPS[bits]).clamp(min=1e-4).half().double()
+        middle = (2**bits - 1) / 2
+        code = (normal / step + middle).round().clamp(0, 2**bits - 1)
+        result[token] = mean + scale * step * (code - middle)
     return result
 
 
 def attention(
-    queries: Tensor, keys: Tensor, scale: float, candidates: int, recall: Recall
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
+    candidates: int,
+    bits: int,
+    rows: Sequence[int],
 ) -> Tensor:
-    """Return A of the last rows, float64 [L, Q, n, n]; all other rows are zero.
+    """Return A of some rows, float64 [L, Q, n, n]; all other rows are zero.
 
     Args:
         queries: [L, Q, n, D]; `keys` are [L, H, n, D].
@@ -76,10 +86,10 @@ def attention(
     """
     keys = keys.double().clone()
     for layer, head in itertools.product(*map(range, keys.shape[:2])):
-        keys[layer, head, :candidates] = sketched(keys[layer, head, :candidates], recall.bits)
+        keys[layer, head, :candidates] = sketched(keys[layer, head, :candidates], bits)
     group, length = queries.shape[1] // keys.shape[1], keys.shape[2]
     result = torch.zeros(*queries.shape[:2], length, length, dtype=torch.float64)
-    for row in range(length - recall.rows, length):
+    for row in rows:
         seen = keys[:, :, : row + 1].repeat_interleave(group, dim=1)
         logits = (seen @ queries[:, :, row].double().unsqueeze(-1)).squeeze(-1) * scale
         result[:, :, row, : row + 1] = logits.softmax(-1)

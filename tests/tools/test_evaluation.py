@@ -151,20 +151,20 @@ def test_arms_that_cannot_run(wrong: Arm, words: list[str]) -> None:
 
 def test_engines_by_recall() -> None:
     """An engine has one setting of recall; arms without it are asked where there is none."""
-    plain, (every_4,), (every_8,) = (
+    plain, (every_3,), (every_8,) = (
         arm("reach", 0.1, defer=4),
         recalling("reach", (0.1,)),
         recalling("reach", (0.1,), every=8),
     )
-    assert every_4.key == "reach@0.1,defer=4,every=4,sketch=4"
-    assert by_engine([FULL, plain, every_4, every_8]) == [
+    assert every_3.key == "reach@0.1,defer=4,every=3,sketch=4"
+    assert by_engine([FULL, plain, every_3, every_8]) == [
         (FULL, plain),
-        (FULL, every_4),
+        (FULL, every_3),
         (FULL, every_8),
     ]
     assert eviction_settings([FULL, every_8])["recall"] == {"every": 8, "sketch": 4}
     with pytest.raises(EvictionConfigError, match="one setting of recall"):
-        eviction_settings([every_8, every_4])
+        eviction_settings([every_8, every_3])
 
 
 # -- answers that are forced ----------------------------------------------------------------

@@ -20,7 +20,6 @@ from vllm_tgvkv.kernels.exchange import exchange
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.sketch import (
     BITS,
-    GROUP,
     read_sketches,
     sketch_bytes,
     sketch_keys,
@@ -46,39 +45,41 @@ def keys_like_real_ones(pairs: int, tokens: int, size: int = 24) -> torch.Tensor
 def assert_sketched(found: torch.Tensor, keys: torch.Tensor, bits: int) -> None:
     """Assert that keys equal the oracle's sketch.
 
-    A range that rounds to another float16 moves a few numbers of its group to the next code.
+    A mean or step that rounds to another float16 moves a few numbers to the next code.
     """
     wanted = torch.stack([reference.sketched(head, bits) for head in keys])
-    steps = (keys.amax() - keys.amin()).double() / (2**bits - 1)
-    torch.testing.assert_close(found.double(), wanted, atol=float(steps), rtol=0)
-    differs = (found - wanted).abs() > 1e-5 + 1e-5 * wanted.abs()
+    steps = 4 * reference.STEPS[bits] * keys.std(dim=1, keepdim=True).double() + 1e-3
+    assert ((found - wanted).abs() <= steps).all()
+    differs = (found - wanted).abs() > 1e-3 * steps
     assert differs.double().mean() < 0.05
-
-
-def read(sketches: torch.Tensor, bits: int, tokens: int, size: int) -> torch.Tensor:
-    """Return the keys that sketches stand for, [M, C, D]."""
-    whole = -(-tokens // GROUP) * GROUP
-    found = torch.full((len(sketches), size, whole), torch.nan)
-    read_sketches(sketches, bits, found)
-    return found[..., :tokens].transpose(1, 2)
 
 
 def test_sketch_is_the_oracles() -> None:
     for bits in BITS:
-        for tokens in (1, 31, 32, 33, 80, 96):
+        for tokens in (16, 80, 96):
             keys = keys_like_real_ones(4, tokens)
             sketches = sketch_keys(keys, bits)
             assert sketches.shape == (4, sketch_bytes(tokens, 24, bits))
             more = torch.randint(255, (4, 9), dtype=torch.uint8)
-            found = read(torch.cat((sketches, more), dim=1), bits, tokens, 24)
+            found = read_sketches(torch.cat((sketches, more), dim=1), bits, tokens, 24)
             assert_sketched(found, keys, bits)
+
+
+def test_more_bits_lose_less() -> None:
+    """As Max computed for normally distributed numbers: 36, 12, 1.2 and 0.01 % of the variance."""
+    keys = torch.randn(3, 512, 64) * 3 + 2
+    for bits, most in zip(BITS, (0.39, 0.14, 0.015, 2e-4), strict=True):
+        lost = read_sketches(sketch_keys(keys, bits), bits, 512, 64) - keys
+        assert float(lost.square().mean()) / 9 < most
 
 
 def test_sketch_refuses_what_has_none() -> None:
     with pytest.raises(ValueError, match="bits must be one of 1, 2, 4, 8, got 3"):
         sketch_keys(torch.zeros(1, 32, 24), 3)
-    with pytest.raises(ValueError, match=r"sketches must be uint8 .1, B >= 576., got .* .1, 575."):
-        read(torch.zeros(1, 575, dtype=torch.uint8), 2, 33, 24)
+    with pytest.raises(ValueError, match=r"C, a multiple of 16, D., got .* .1, 33, 24."):
+        sketch_keys(torch.zeros(1, 33, 24), 4)
+    with pytest.raises(ValueError, match=r"sketches must be uint8 .M, B >= 352., got .* .1, 351."):
+        read_sketches(torch.zeros(1, 351, dtype=torch.uint8), 2, 32, 24)
 
 
 def test_logits_are_products_with_sketched_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,13 +87,14 @@ def test_logits_are_products_with_sketched_keys(monkeypatch: pytest.MonkeyPatch)
     scratch = Scratch()
     for bits, size in itertools.product(BITS, (4, 24, 64)):
         monkeypatch.setattr("vllm_tgvkv.kernels.sketch._KEY_BYTES", random.choice((1, 99999)))
-        pairs, tokens, queries = (random.randint(1, 90) for _ in range(3))
+        pairs, queries, tokens = random.randint(1, 90), random.randint(1, 90), 16
+        tokens *= random.randint(1, 6)
         sketches = sketch_keys(keys_like_real_ones(pairs, tokens, max(size, 6))[..., :size], bits)
         asked = torch.randn(pairs, queries, size)
         out = torch.full((pairs, queries, tokens + 5), torch.nan)
         sketch_logits(sketches, bits, asked, tokens, out, scratch)
         wanted = torch.full_like(out, torch.nan)
-        keys = read(sketches, bits, tokens, size).double()
+        keys = read_sketches(sketches, bits, tokens, size).double()
         wanted[..., :tokens] = asked.double() @ keys.transpose(1, 2)
         torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-5, equal_nan=True)
 

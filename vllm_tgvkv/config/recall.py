@@ -46,7 +46,7 @@ class RecallOptions:
         ValueError: unless `folder` is given with the tier `file`, and with no other.
     """
 
-    every: int = setting(4, at_least=1, help="Tokens of the answer between two choices.")
+    every: int = setting(3, at_least=1, help="Tokens of the answer between two choices.")
     sketch: int = setting(
         4,
         parser=_parse_bits,

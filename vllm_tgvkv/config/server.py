@@ -223,7 +223,7 @@ class EvictionConfig:
     )
     recall: RecallOptions | None = setting(
         None,
-        accepts="`{every: 4, tier: file, folder: /var/tmp, gib: 32, sketch: 4}`",
+        accepts="`{every: 3, tier: file, folder: /var/tmp, gib: 32, sketch: 4}`",
         help="Let what was evicted come back: while an answer grows, its kept tokens are chosen "
         "again out of the whole prompt.",
     )

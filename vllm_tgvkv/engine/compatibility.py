@@ -307,18 +307,12 @@ def _recall_refusals(
     if recall is None:
         return ()
     ranks, heads = parallel.tensor_parallel_size, evicted_kv_heads(vllm_config.model_config)
-    head_size = evicted_head_size(vllm_config.model_config)
     return (
         (not platform.supports_recall, "recall on this platform", "leave out recall,"),
         (
             ranks > heads,
             f"recall where {ranks} ranks share {heads} KV heads",
             f"use --tensor-parallel-size {heads} or less, leave out recall,",
-        ),
-        (
-            head_size * recall.sketch % 8,
-            f"recall.sketch: {recall.sketch} of heads of {head_size} values",
-            "use recall.sketch: 4, leave out recall,",
         ),
     )
 

@@ -126,9 +126,8 @@ class Pooling:
         """Bound of the memory that pooling takes for each score of a layer."""
         if self.kind == "none":
             return 0
-        if self.halve is not None:  # logarithms in float64, and what counts backward
-            sizes = [(reach + 1).bit_length() for reach in self.reach]
-            return 64 + sizes[0] * 24 + sizes[1] * 16
+        if self.halve is not None:  # two buffers, and what counts backward
+            return 64 + (self.reach[1] + 1).bit_length() * 16
         is_square = self.kind == "grid" and not self.has_direction
         num_sizes = 0 if is_square else (sum(self.reach) + 1).bit_length()
         # Windows of each size, the parts of every position's window, and where these are.
@@ -257,23 +256,37 @@ class _Windows:
 class _Weighted:
     """Maximum over windows in which a score weighs half for every `halve` positions forward.
 
-    In logarithms a weight is a difference of positions, so that the plain maximum of
-    `log2 s[i] + i / halve` finds the best score for all positions at once.
+    Windows double: the best of 2k positions is the best of the last k, or of the k before them,
+    whose scores count k positions further.
     """
 
     def __init__(
         self, first: np.ndarray, last: np.ndarray, halve: int, device: torch.device
     ) -> None:
         positions = np.arange(len(first))
-        self._ahead = _Windows(first, positions, "max", device)
         self._behind = _Windows(positions, last, "max", device)
-        self._lift = _copy(positions / halve, device)
-        """float64 `[P]`."""
+        self._shifts: list[int] = []
+        """How far windows are moved to be joined."""
+        width, largest, weights = 1, int((positions - first).max(initial=0)) + 1, []
+        while width < largest:
+            shift = min(width, largest - width)
+            weights.append(np.where(positions - shift >= first, 2.0 ** (-shift / halve), 0))
+            self._shifts.append(shift)
+            width += shift
+        self._weights = _copy(np.reshape(weights, (-1, len(first))).astype(np.float32), device)
+        """Weights of the moved windows, float32 `[shifts, P]`: 0 where one begins before the
+        position's run."""
 
     def pooled(self, scores: Tensor) -> Tensor:
-        lifted = scores.double().clamp(min=0).log2() + self._lift
-        ahead = (self._ahead.pooled(lifted) - self._lift).exp2()
-        return torch.maximum(ahead.to(scores.dtype), self._behind.pooled(scores))
+        pad = max(self._shifts, default=0)
+        best, spare = (F.pad(scores.clamp(min=0), (pad, 0)) for _ in range(2))
+        end = best.shape[1]
+        for place, shift in enumerate(self._shifts):
+            moved, out = best[:, pad - shift : end - shift], spare[:, pad:]
+            torch.mul(moved, self._weights[place], out=out)
+            torch.maximum(out, best[:, pad:], out=out)
+            best, spare = spare, best
+        return torch.maximum(best[:, pad:], self._behind.pooled(scores))
 
 
 def _patches_by_grid(images: tuple[VisionSpan, ...]) -> dict[Grid, np.ndarray]:

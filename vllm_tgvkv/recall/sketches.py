@@ -10,7 +10,7 @@ from vllm_tgvkv.cache.pages import PagePool
 from vllm_tgvkv.kernels.sketch import sketch_keys, sketch_logits
 from vllm_tgvkv.kernels.statistics import Scratch
 
-_WORKSPACE_BYTES = 1 << 20
+_WORKSPACE_BYTES = 16 << 20
 """Most bytes of keys that are sketched at a time; one pair is always done whole."""
 
 
@@ -61,7 +61,7 @@ class SketchPages:
         See `kernels.sketch.sketch_logits`.
         """
         pages = self._pages(blocks)[first : first + len(queries)]
-        sketches = self._bytes[pages].flatten(1)
+        sketches = self._bytes.index_select(0, pages.flatten()).view(len(pages), -1)
         sketch_logits(sketches, self.bits, queries, num_tokens, out, scratch)
 
     def _pages(self, blocks: Tensor) -> Tensor:

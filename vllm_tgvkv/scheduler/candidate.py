@@ -18,6 +18,7 @@ from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.cuts import STAGES, Cut, Cuts, plan_cuts
 from vllm_tgvkv.shared.plan import Choice, ColumnSumChunk, Eviction, Observation
 from vllm_tgvkv.shared.prompt import (
+    CHOICE_ROWS,
     PRESSURE_ROWS,
     PromptMap,
     RowSet,
@@ -113,8 +114,8 @@ class Candidate:
 
     @property
     def num_choice_rows(self) -> int:
-        """Newest rows that vote at a choice; each votes once."""
-        return min(self.options.defer or PRESSURE_ROWS, self.every)
+        """Newest rows that vote at a choice, each at one only."""
+        return min(CHOICE_ROWS, self.every)
 
     def most_cached(self, num_known: int, num_drafts: int) -> int:
         """Return the most tokens that the request may take from the prefix cache.

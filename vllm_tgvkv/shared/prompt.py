@@ -38,6 +38,9 @@ WINDOW = 32
 PRESSURE_ROWS = 4
 """Next tokens that vote at an eviction under pressure, where the method does not wait for more."""
 
+CHOICE_ROWS = 8
+"""Newest tokens whose votes count where tokens are chosen again, as recall does."""
+
 ANSWER_ROWS = 32
 """Last tokens of the answer that vote at an eviction after the first, at most those since the
 eviction before."""

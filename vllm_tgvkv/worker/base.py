@@ -176,7 +176,7 @@ class EvictingWorker:
         self.rewrite_rows([*self._shrunk, *plan.restored])
         self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
-        self.evictor.begin_step(plan, scheduler_output.num_scheduled_tokens)
+        self.evictor.begin_step(plan)
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
         return super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -15,7 +15,7 @@ Nothing here waits for the device: every size is known from the plan.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -103,7 +103,7 @@ class Evictor:
 
     # -- a step -------------------------------------------------------------------------
 
-    def begin_step(self, plan: StepPlan, scheduled: Collection[str] = ()) -> None:
+    def begin_step(self, plan: StepPlan) -> None:
         """Take the plan of a step and its requests, before its batch is built."""
         self.plan = plan
         self._current, self._stored = [], None
@@ -111,7 +111,7 @@ class Evictor:
         self.regions.release(plan.released)
         self.summaries.release(plan.released)
         if self._recaller is not None:
-            self._recaller.begin_step(plan.unrecallable, scheduled)
+            self._recaller.begin_step(plan.unrecallable)
         for request_id in plan.forgotten:
             self.observations.pop(request_id, None)
         if plan.poisoned:

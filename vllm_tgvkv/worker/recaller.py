@@ -4,18 +4,18 @@
     at the cut         the prompt's keys and values -> the tier; a sketch of its keys -> the pool
     every few tokens   the newest rows' attention to the sketch, and to the answer's keys
                        -> the policy's scores -> the tokens that each (layer, head) shall have
-    its next step      the tokens that come are read from the tier
-    the one after it   they take the slots of the tokens that go
+                       -> the tokens that come are read from the tier
+    the next step      they take the slots of the tokens that go
 
-So a choice is in force from the request's second step after it. The pages of every (layer, head),
-and so the page tables, stay as the cut left them.
+The pages of every (layer, head), and so the page tables, stay as the cut left them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,19 +24,18 @@ from vllm.logger import init_logger
 from vllm_tgvkv.config.recall import RecallOptions
 from vllm_tgvkv.kernels.exchange import exchange
 from vllm_tgvkv.kernels.row_chunks import observe_logits
+from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.policies import LayerView, Policy, Prompt
 from vllm_tgvkv.recall.sketches import SketchPages
 from vllm_tgvkv.recall.tier import Tier, TierError
 from vllm_tgvkv.shared.plan import Choice, ChoiceOutcome, Eviction
+from vllm_tgvkv.shared.prompt import CHOICE_ROWS
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 from vllm_tgvkv.worker.due import DueEviction
 from vllm_tgvkv.worker.outcomes import start_trace
 
 logger = init_logger("vllm.tgvkv")
-
-_STEPS_UNTIL_IN_FORCE = 2
-"""Of the request. With several stages, steps of other requests lie between them."""
 
 _LOGITS_BYTES = 4 << 20
 """Bound of the logits of layers that are scored together, or one layer's."""
@@ -64,6 +63,17 @@ class _Row:
     positions: Tensor
     """Of the tokens in the region's slots, exchanges that are on their way included, int32
     [pages, N]."""
+    votes: list[_Votes] = field(default_factory=list)
+    """Of the last choices since the newest cut, oldest first."""
+
+
+class _Votes(NamedTuple):
+    """What the rows of a choice say."""
+
+    num_tokens: int
+    """Tokens of the request at the choice."""
+    scores: Tensor
+    """Before pooling, float32 [L * H, C]."""
 
 
 @dataclass
@@ -78,8 +88,6 @@ class _Exchange:
     """Slots of the pool, int64 [n]."""
     positions: Tensor
     """Of the tokens in the region's slots afterwards, int32 [pages, N]."""
-    num_steps: int = _STEPS_UNTIL_IN_FORCE
-    """Of the request until they take their slots."""
 
 
 class Recaller:
@@ -96,29 +104,23 @@ class Recaller:
         self._context = context
         self._tier = tier
         self._sketches = SketchPages(context.pool, options.sketch)
-        self._served = options.every + _STEPS_UNTIL_IN_FORCE
-        """Tokens of the answer from a choice to the end of its time in force."""
+        self._every = options.every
         self._scales = scales
+        self._scratch = Scratch()
+        """Of this part's own: choices come every few steps, and mapping memory takes as long."""
         self._rows: dict[str, _Row] = {}
         self._exchanges: list[_Exchange] = []
         """Oldest first."""
         self._failed: list[str] = []
 
-    def begin_step(self, ended: Sequence[str], scheduled: Collection[str]) -> None:
-        """Drop the rows of requests whose recall ended, and let tokens take their slots.
-
-        `scheduled` has the requests of this step.
-        """
+    def begin_step(self, ended: Sequence[str]) -> None:
+        """Drop the rows of requests whose recall ended, and let tokens take their slots."""
         for request_id in ended:
             self._rows.pop(request_id, None)
         waiting, self._exchanges = self._exchanges, []
         for due in waiting:
-            if self._rows.get(due.request_id) is not due.row:
-                continue  # it was cut meanwhile, or has no region any more
-            due.num_steps -= due.request_id in scheduled
-            if due.num_steps:
-                self._exchanges.append(due)
-            else:
+            # Unless it was cut meanwhile, or has no region any more.
+            if self._rows.get(due.request_id) is due.row:
                 self._put(due)
 
     def _put(self, due: _Exchange) -> None:
@@ -157,6 +159,7 @@ class Recaller:
                 blocks=token_blocks,
                 offsets=offsets,
                 positions=positions,
+                votes=[],
             )
         elif eviction.tier_blocks is not None:
             tier_blocks = self._context.to_device(eviction.tier_blocks).long()
@@ -165,7 +168,7 @@ class Recaller:
             self._tier.write(due.keys.blocks[: eviction.num_replaced].long(), tier_blocks)
             self._rows[eviction.request_id] = _Row(
                 eviction,
-                replace(due.policy, pooling=due.policy.pooling.serving(self._served)),
+                replace(due.policy, pooling=due.policy.pooling.serving(self._every + 1)),
                 due.prompt.sinks,
                 num_candidates,
                 tier_blocks,
@@ -231,29 +234,34 @@ class Recaller:
         )
         stored, positions = context.to_device(choice.stored), context.to_device(choice.rows)
         tail = context.to_device(choice.tail_blocks).long()
-        scores = []
+        # Every row votes once, and its vote counts at all choices of the next tokens.
+        counts_from = num_tokens - CHOICE_ROWS
+        row.votes[:] = (votes for votes in row.votes if votes.num_tokens > counts_from)
+        combine = torch.maximum if row.policy.reduction == "max" else torch.add
+        scores, found = [], []
         for layers, scale in self._parts(len(stored), num_tokens):
             num_layers = layers.stop - layers.start
             first, num_pairs = layers.start * shape.num_heads, num_layers * shape.num_heads
             size = num_pairs, shape.group_size, len(stored), num_tokens
-            logits = context.scratch.take("recalled", size, tail.device)
+            logits = self._scratch.take("recalled", size, tail.device)
             products = logits.flatten(1, 2)
             queries = context.queries.load(layers, stored).float().mul_(scale)
             # [layers, O, H * G, D] -> [pairs, G * O, D]
             queries = queries.transpose(1, 2).reshape(num_pairs, -1, shape.head_size)
             self._sketches.logits(
-                row.sketch_blocks, first, num_candidates, queries, products, context.scratch
+                row.sketch_blocks, first, num_candidates, queries, products, self._scratch
             )
             pairs = torch.arange(first, first + num_pairs, device=tail.device)[:, None]
             newest = context.pool.keys[tail * shape.num_pairs + pairs].float().flatten(1, 2)
             keys = newest[:, : num_tokens - num_candidates].transpose(1, 2)
-            torch.bmm(queries, keys, out=products[..., num_candidates:])
+            # Into the slice at once it would take ten times as long on a CPU.
+            products[..., num_candidates:] = torch.bmm(queries, keys)
             attention = observe_logits(
                 logits,
                 positions,
                 row.policy.statistics(row.policy.score.rows),
                 context.workspace_bytes,
-                context.scratch,
+                self._scratch,
             )
             view = LayerView(
                 context.stages.first_layer + layers.start,
@@ -262,8 +270,14 @@ class Recaller:
                 attention,
                 context.ranks.part * shape.num_heads,
             )
-            pooled = row.policy.pooled(row.policy.scores(view), prompt)
+            voted = row.policy.scores(view)
+            own = voted[:, :num_candidates]
+            found.append(own.clone())
+            for earlier in row.votes:
+                combine(own, earlier.scores[first : first + num_pairs], out=own)
+            pooled = row.policy.pooled(voted, prompt)
             scores.append(pooled[:, :num_candidates].unflatten(0, (num_layers, -1)))
+        row.votes.append(_Votes(num_tokens, torch.cat(found)))
         stacked = torch.cat(scores)
         return ScoredPrompt(
             row.policy,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from math import isnan
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,9 +67,15 @@ class Asked:
     """These tokens, if they are given one by one."""
 
     def _hits(self, completion: Any) -> str:
-        """Return a digit for each token of the right answer, and one for its end."""
+        """Return a digit for each token of the right answer, and one for its end.
+
+        Raises:
+            ValueError: for log-probabilities that are not numbers, of which none is the largest.
+        """
         if not self.forced:
             return self.example.hits(completion.text, self.pieces)
+        if any(isnan(each.logprob) for step in completion.logprobs for each in step.values()):
+            raise ValueError(f"question {self.number} of {self.task}: log-probabilities are NaN")
         best = (max(step.items(), key=lambda item: item[1].logprob) for step in completion.logprobs)
         said = [token == forced for (token, _), forced in zip(best, self.forced, strict=True)]
         return "".join("01"[each] for each in (*said, all(said)))

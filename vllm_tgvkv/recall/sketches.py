@@ -43,9 +43,18 @@ class SketchPages:
             own = pages[first : first + step]
             self._bytes[own.flatten()] = padded.view(own.numel(), -1)
 
-    def copy(self, old_blocks: Tensor, new_blocks: Tensor) -> None:
-        """Copy a sketch to other blocks, both int64 `[s]`."""
+    def move(self, old_blocks: Tensor, new_blocks: Tensor) -> None:
+        """Move a sketch to other blocks, both int64 `[s]`."""
         self._bytes[self._pages(new_blocks)] = self._bytes[self._pages(old_blocks)]
+        self.clear(old_blocks)
+
+    def clear(self, blocks: Tensor) -> None:
+        """Clear blocks, int64 `[s]`, before somebody else gets them.
+
+        As keys and values, bytes of a sketch may be NaN. Attention reads slots that are not written
+        yet with a weight of 0, and 0 times NaN is NaN.
+        """
+        self._bytes[self._pages(blocks)] = 0
 
     def logits(
         self,

@@ -116,7 +116,7 @@ class Recaller:
     def begin_step(self, ended: Sequence[str]) -> None:
         """Drop the rows of requests whose recall ended, and let tokens take their slots."""
         for request_id in ended:
-            self._rows.pop(request_id, None)
+            self._forget(request_id)
         waiting, self._exchanges = self._exchanges, []
         for due in waiting:
             # Unless it was cut meanwhile, or has no region any more.
@@ -129,10 +129,14 @@ class Recaller:
             self._tier.put(due.tokens(), due.slots)
         except TierError as error:
             logger.error("KV eviction: %s has no recall any more: %s", request_id, error)
-            del self._rows[request_id]
+            self._forget(request_id)
             self._failed.append(request_id)
             return
         self._context.regions.store_positions(row.blocks, due.positions)
+
+    def _forget(self, request_id: str) -> None:
+        if (row := self._rows.pop(request_id, None)) is not None:
+            self._sketches.clear(row.sketch_blocks)
 
     def take_failed(self) -> list[str]:
         """Return the requests that lost their recall since the last call."""
@@ -152,7 +156,7 @@ class Recaller:
         sketch_blocks, token_blocks = blocks[-num_sketch:], blocks[: due.num_token_blocks]
         row = self._rows.get(eviction.request_id)
         if row is not None:
-            self._sketches.copy(row.sketch_blocks, sketch_blocks)
+            self._sketches.move(row.sketch_blocks, sketch_blocks)
             self._rows[eviction.request_id] = replace(
                 row,
                 sketch_blocks=sketch_blocks,
@@ -192,7 +196,7 @@ class Recaller:
                 return self._choose(row, choice)
         except Exception:
             logger.exception("KV eviction: %s has no recall any more", choice.request_id)
-            del self._rows[choice.request_id]
+            self._forget(choice.request_id)
             self._failed.append(choice.request_id)
             return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part `gain`: decode speed and concurrent requests where memory is the limit."""
+"""Parts `gain` and `recall`: decode speed, and concurrent requests where memory is the limit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.bench import STOCK_BLOCK_SIZE, Arms, Bench
+from benchmarks.bench import STOCK_BLOCK_SIZE, Arms, Bench, evicting
 from benchmarks.measurement import Line, Target
-from benchmarks.scale import BUDGET, KV_BOUND
+from benchmarks.scale import BUDGET, COMMON, KV_BOUND
 
 _WARM_UP_STEPS = 2
 _REQUESTS_IN_POOL = 4
+_WITHOUT = ("constrained", "final")
+_RECALLING = 8
+"""Requests that decode at once with recall."""
 
 
 def gain(bench: Bench) -> Iterator[Line]:
@@ -55,6 +58,51 @@ def _decode(bench: Bench, arms: Arms) -> Line:
         line.targets.append(Target(text, ratio.median / ideal, 0.85))
     line.details = {"bytes read by a step": read}
     return line
+
+
+_WAIT = 4
+"""Tokens of the answer before the eviction, as recommended."""
+
+
+def recall(bench: Bench) -> Iterator[Line]:
+    """Measure lines l: ours recalls what it evicted, the arm `final` does not."""
+    scale = bench.scale
+    decoded = _WAIT + scale.rounds * scale.decode_steps
+    burst_pool = full_caches(bench, bench.block_size)
+    pool = bench.pool_for(_RECALLING, scale.decode.prompt_tokens, decoded)
+    tokens = max(pool, burst_pool + bench.block_size)
+    gib = 2 * tokens * COMMON.kv_bytes_per_token / 2**30
+    settings = {"policy": "reach", "budget": BUDGET, "when": "always"}
+    ours = {**settings, "recall": {"gib": gib}}
+    flags = {"block_size": bench.block_size}
+    chosen = {
+        "constrained": flags,
+        "final": {**flags, **evicting(settings)},
+        "ours": {**flags, **evicting(ours)},
+    }
+    with bench.launch("recall", COMMON, tokens, chosen) as running:
+        bench.say("l. decode with recall and without")
+        given = {"workload": scale.decode, "batch": _RECALLING, "budget": BUDGET, "defer": _WAIT}
+        running.ask("fill", seed=0, **given)
+        running.ask("decode", steps=_WAIT)
+        found = bench.turns(running, scale.rounds, "decode", steps=scale.decode_steps)
+        running.ask("clear")
+        rates = {
+            name: [_RECALLING / statistics.mean(each["seconds"]) for each in rounds]
+            for name, rounds in found.items()
+        }
+        what = f"decode, batch {_RECALLING}, {scale.decode.prompt_tokens} tokens"
+        line = Line(f"l. recall: {what}", "tokens/s", "higher", rates, against=_WITHOUT)
+        target = Target(">= 0.85 of final", line.ratio("final").median, 0.85)
+        line.targets.append(target)
+        yield line
+        bench.say(f"l. {scale.burst_requests} requests at once")
+        given = {**burst(bench, scale.burst_requests), "pool_tokens": burst_pool, "defer": _WAIT}
+        bursts = bench.turns(running, 1, "burst", **given)
+    lines = burst_lines(bench, "l", scale.burst_requests, bursts, against=_WITHOUT)
+    target = Target(">= 0.9 as many as final", lines[0].ratio("final").median, 0.9)
+    lines[0].targets.append(target)
+    yield from lines
 
 
 def full_caches(bench: Bench, block_size: int) -> int:

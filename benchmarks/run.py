@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.bench import Bench, Part
 from benchmarks.costs import costs, methods, scheduler, steps
 from benchmarks.cuts import cuts
-from benchmarks.gain import gain
+from benchmarks.gain import gain, recall
 from benchmarks.scale import SCALES
 from benchmarks.switched import metrics, waiting
 from measure.facts import command_line
@@ -22,6 +22,7 @@ from measure.facts import command_line
 PARTS: dict[str, Part] = {
     "costs": costs,
     "gain": gain,
+    "recall": recall,
     "scheduler": scheduler,
     "steps": steps,
     "methods": methods,

@@ -69,7 +69,8 @@ class Scale:
     """Sizes of all parts of a run; the defaults are those that the targets were set for."""
 
     parts: tuple[str, ...] = (
-        *("costs", "methods", "gain", "metrics", "waiting", "cuts", "scheduler", "steps"),
+        *("costs", "methods", "gain", "recall"),
+        *("metrics", "waiting", "cuts", "scheduler", "steps"),
     )
     """The parts that run when none are named."""
     rounds: int = 5

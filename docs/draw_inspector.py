@@ -3,7 +3,8 @@
 
 First it does what a reader does at the end of `make demo`: opens the inspector, asks the saved
 question, looks at what was kept, and compares two methods. Then it draws all methods, dark mode and
-a phone. Writes docs/inspector/*.png.
+a phone. A second server recalls what it evicted: of its answer, which repeats two passages in
+another order than they stand, a moving picture shows every choice. Writes docs/inspector/*.
 
 Usage: python -m docs.draw_inspector
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,30 @@ from playwright.sync_api import sync_playwright
 from demo import inspector
 from demo.asking import PLUGINS
 from demo.asking import QUESTION as QUESTION_FILE
+from demo.reading import save
 from measure.serving import serving
+from reader.assemble import load_vocabulary, page_model_folder
+from reader.tasks import PageQuestion, PageTask
+
+Drawing = tuple[Callable[[Any], None], int, int, dict[str, Any]]
+"""What draws, the size of its window, and its looks."""
 
 FOLDER = Path(__file__).with_name("inspector")
 PATIENCE_MS = 180_000
 MAX_BYTES = 400_000
+FRAME_MS = 350
+LONGEST = 64
+"""Tokens of the answer in a moving picture."""
+_CAPTION = 104
+"""Height of the words above the map of a moving picture."""
+_SET_STEP = """step => {
+  const slider = document.getElementById("cut");
+  slider.value = step;
+  slider.dispatchEvent(new Event("input"));
+}"""
+PASSAGES = PageQuestion(PageTask("passages", "prose", keys=2), 0)
+"""The model repeats the first of them rightly; the second one it begins."""
+RECALL = ("--kv-eviction-config", '{"recall": {"gib": 1}}')
 
 
 def draw_desktop(page: Any) -> None:
@@ -78,6 +98,25 @@ def draw_phone(page: Any) -> None:
     write("phone", *screens)
 
 
+def draw_recall(page: Any) -> None:
+    """Draw which patches are kept at each step of an answer, with the answer so far."""
+    frames = []
+    for step in range(int(page.get_attribute("#cut", "max")) + 1):
+        with page.expect_response(f"**/requests/*cut={step}"):
+            page.evaluate(_SET_STEP, step)
+        page.wait_for_function(f"document.getElementById('cut').value === '{step}'")
+        parts = [picture_of(page, part) for part in ("#cut-said", "#cut-answer", "#map")]
+        width, height = parts[-1].size
+        frame = Image.new("RGB", (width, height + _CAPTION), "white")
+        for part, top in zip(parts, (0, _CAPTION // 3, _CAPTION), strict=True):
+            frame.paste(part.crop((0, 0, width, part.height)), (0, top))
+        frames.append(frame)
+    path = FOLDER / "recall.webp"
+    more: dict[str, Any] = {"append_images": frames[1:], "duration": FRAME_MS, "loop": 0}
+    frames[0].save(path, save_all=True, quality=40, method=6, **more)
+    print(f"{path.name}: {len(frames)} frames, {path.stat().st_size / 1000:.0f} kB")
+
+
 def move_budget(page: Any, steps: int) -> None:
     page.focus("#budget")
     after_asking(page, lambda: [page.keyboard.press("ArrowRight") for _ in range(steps)])
@@ -118,25 +157,36 @@ def main() -> None:
     """Serve, and draw each picture in a page of its own that has asked the saved question."""
     os.environ["VLLM_PLUGINS"] = "tgvkv"
     phone = {"is_mobile": True, "has_touch": True, "device_scale_factor": 2}
-    drawings = (
+    drawings: tuple[Drawing, ...] = (
         (draw_desktop, 1320, 1180, {}),
         (draw_comparison, 1320, 900, {}),
         (draw_dark, 1320, 900, {"color_scheme": "dark"}),
         (draw_phone, 375, 812, phone),
     )
+    arguments = inspector.prepare()
+    draw(arguments, drawings)
+    save(PASSAGES.example(load_vocabulary(page_model_folder())))
+    sharp = {"device_scale_factor": 1.5}
+    draw([*arguments, *RECALL], ((draw_recall, 900, 1180, sharp),), tokens=LONGEST)
+
+
+def draw(arguments: list[str], drawings: Sequence[Drawing], tokens: int | None = None) -> None:
+    """Draw pictures of a server's inspector after an answer of at most some tokens."""
     options = {"executable_path": shutil.which("chromium"), "args": ["--no-sandbox"]}
-    serving_it = serving(inspector.prepare(), inspector.LOG, environment=PLUGINS)
+    serving_it = serving(arguments, inspector.LOG, environment=PLUGINS)
     with serving_it as server, sync_playwright() as driver:
         browser = driver.chromium.launch(**options)
-        for draw, width, height, look in drawings:
+        for draw_one, width, height, look in drawings:
             size = {"width": width, "height": height}
             page = browser.new_context(viewport=size, **look).new_page()
             page.set_default_timeout(PATIENCE_MS)
             page.goto(f"{server.url}/kv-eviction/")
             page.set_input_files("#saved-file", QUESTION_FILE)
             page.wait_for_selector("#pictures li")
+            if tokens is not None:
+                page.fill("#max-tokens", str(tokens))
             after_asking(page, lambda page=page: page.click("#ask"))
-            draw(page)
+            draw_one(page)
             page.context.close()
 
 

@@ -12,6 +12,9 @@ import { showChosenCells, showPages, showThumbnails } from "./pages.js";
 import { showPrompt } from "./prompt.js";
 import { showPins } from "./pins.js";
 
+/** Last characters of an answer that are shown beside a step. */
+const MOST_OF_ANSWER = 90;
+
 /**
  * Show a trace at one of its cuts, by default the last one; layer, head and part of the prompt stay
  * as they are, where they exist.
@@ -73,7 +76,7 @@ function showTrace() {
 }
 
 /** Which cut is shown; the slider is there if there are several. @param {Trace} trace */
-function showCut({ cuts, cut }) {
+function showCut({ id, cuts, cut, prompt_tokens: prompt }) {
   const said = cutName(cuts[cut]);
   $("cut-field").hidden = cuts.length === 1;
   // Choices by recall are no cuts.
@@ -84,6 +87,10 @@ function showCut({ cuts, cut }) {
   $("cut-value").textContent = `${cut + 1} of ${cuts.length}`;
   $("cut-said").hidden = !areTimed(cuts);
   $("cut-said").textContent = said;
+  // Of requests made on this page.
+  const answer = state.tokens.get(id)?.slice(prompt, prompt + cuts[cut].answer_tokens) ?? [];
+  $("cut-answer").hidden = !answer.length;
+  $("cut-answer").lastElementChild.textContent = answer.join("").slice(-MOST_OF_ANSWER);
 }
 
 /** How much of text, images and answer is kept, mean over layers and heads. */

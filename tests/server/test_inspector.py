@@ -576,6 +576,39 @@ def test_cuts_are_listed_stepped_through_and_set_by_the_form(
         assert "then 256 tokens" in page.inner_text(".verdict")
 
 
+def test_steps_of_recall_show_where_the_answer_looks(
+    model: Path, tmp_path: Path, browser: Any
+) -> None:
+    flags = ["--block-size", "16", "--served-model-name", "demo"]
+    config = {"policy": "reach", "when": "always", "recall": {"every": 4, "gib": 0.1}}
+    started = serve(model, tmp_path / "server.log", config, key=KEY, flags=flags)
+    with started as recalling, opener(recalling, browser) as open_page:
+        page = open_page()
+        evicted = ask(page)["evicted"]
+        changes = get(recalling, f"requests/{evicted['trace']}")["cuts"]
+        cut, *steps = changes
+        assert [step["answer_tokens"] for step in steps] == list(range(8, TOKENS - 1, 4))
+        assert cut["recalled_tokens"] is None
+        assert all(step["recalled_tokens"] >= 0 for step in steps)
+        assert sum(step["recalled_tokens"] for step in steps) > 0
+        assert page.inner_text("#cut-kind") == "Step"
+        page.focus("#cut")
+        for key, index in (("Home", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("End", len(steps))):
+            page.keyboard.press(key)
+            length = changes[index]["answer_tokens"]
+            said = re.compile(f"After {length} tokens of the answer: ([0-9.]+)?")
+            playwright.expect(page.locator("#cut-said")).to_have_text(said)
+            if index:
+                (number,) = re.findall(r": ([0-9.]+) tokens a head", page.inner_text("#cut-said"))
+                came_back = steps[index - 1]["recalled_tokens"]
+                assert float(number) == pytest.approx(came_back, abs=0.051)
+            assert page.inner_text("#cut-answer q") == evicted["text"][:length]
+            trace = get(recalling, f"requests/{evicted['trace']}?cut={index}")
+            kept = [number / trace["layers"] / trace["kv_heads"] for number in trace["kept_by"]]
+            shown = page.evaluate("import('./state.js').then(({state}) => Array.from(state.kept))")
+            assert shown == pytest.approx(kept)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_controls_have_names_and_text_has_contrast(opened: Opener, scheme: str) -> None:
     page = opened(color_scheme=scheme)

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores and layer budgets that belong to no method, to compare the methods' own parts with.
+"""Scores, layer budgets and sketches of no method's, to compare the methods' own parts with.
 
-Importing this module registers them, for engines of this process.
+Importing this module registers scores and budgets, for engines of this process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.policies.base import Allocation, LayerView, Score
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POOLINGS, SCORES
@@ -66,3 +71,44 @@ class EntropyAllocation(Allocation):
 for _forward in (16, 40):
     POOLINGS.add(f"sequence_forward{_forward}", Pooling("sequence", forward=_forward, back=1))
     POOLINGS.add(f"grid_forward{_forward}", Pooling("grid", forward=_forward, back=1))
+
+
+# -- sketches -------------------------------------------------------------------------------
+
+BOUNDS = "bounds"
+"""Quest's bounds in place of a sketch of 2 bits, in the room of its codes."""
+_PAGE = 16
+
+
+@contextmanager
+def page_bounds() -> Iterator[None]:
+    """Give engines of this process Quest's bounds while the context lasts.
+
+    Of every 16 tokens they have the least and the largest number of each channel, as float16. The
+    logit of all 16 is the largest product that a key between them could have with a query (Tang et
+    al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", 2024).
+    """
+    pages = "vllm_tgvkv.recall.sketches"
+    with (
+        patch(f"{pages}.sketch_keys", _bounds_of),
+        patch(f"{pages}.sketch_logits", _largest_logits),
+    ):
+        yield
+
+
+def _bounds_of(keys: Tensor, bits: int) -> Tensor:
+    """Return the bounds of keys `[M, C, D]`, uint8 `[M, C * D / 4]`."""
+    pages = keys.unflatten(1, (-1, _PAGE))
+    bounds = torch.stack((pages.amin(dim=2), pages.amax(dim=2)), dim=1)
+    return bounds.half().flatten(1).view(torch.uint8)
+
+
+def _largest_logits(
+    bounds: Tensor, bits: int, queries: Tensor, num_tokens: int, out: Tensor, scratch: Scratch
+) -> None:
+    """Take the place of `kernels.sketch.sketch_logits`."""
+    head_size = queries.shape[2]
+    numbers = bounds[:, : num_tokens * head_size // 4].contiguous().view(torch.float16).float()
+    least, largest = numbers.view(len(bounds), 2, -1, head_size).transpose(2, 3).unbind(1)
+    logits = queries.clamp(min=0) @ largest + queries.clamp(max=0) @ least
+    out[..., :num_tokens] = logits.repeat_interleave(_PAGE, dim=2)

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from evaluation import ablations  # noqa: F401  # registers the parts that mixes below name
+from evaluation.ablations import BOUNDS  # importing it registers the parts that mixes below name
 from measure.arm import FULL, FULL_CACHE, Arm
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
@@ -152,9 +152,12 @@ def crossed(
 
 
 def recalling(
-    method: str, budgets: Sequence[float], every: int = 3, sketch: int = 4, wait: int = 4
+    method: str, budgets: Sequence[float], every: int = 3, sketch: int | str = 4, wait: int = 4
 ) -> tuple[Arm, ...]:
-    """Return a method at every budget whose evicted tokens may come back."""
+    """Return a method at every budget whose evicted tokens may come back.
+
+    `sketch` has bits, or is `ablations.BOUNDS`.
+    """
     recall = (("every", every), ("sketch", sketch))
     return tuple(
         Arm(method, budget, (("defer", wait),), MIXES.get(method), recall=recall)
@@ -212,7 +215,9 @@ def eviction_settings(arms: Iterable[Arm]) -> dict[str, Any]:
     }
     if folders:
         settings["gates"] = str(ROOT / folders[0])
-    if recall := dict(max(recalls, default=())):
+    if recall := dict[str, Any](max(recalls, default=())):
+        if recall["sketch"] == BOUNDS:
+            recall["sketch"] = 2
         settings |= {"policy": "reach", "when": "always", "recall": recall}
     # They need positions of kept tokens, which other engines do not store.
     if any(arm.has_schedule or arm.has_ceiling for arm in arms):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from evaluation.ablations import BOUNDS, page_bounds
 from evaluation.answers import Answer
 from evaluation.arms import FULL, ROOT, Arm, eviction_settings, identity
 from measure.engines import LocalEngine, Request
@@ -148,6 +150,9 @@ class LanguageEngine(LocalEngine):
         from evaluation.forced import Forced
 
         self.settings = settings
+        self._ablation = ExitStack()
+        if any(dict(arm.recall).get("sketch") == BOUNDS for arm in arms):
+            self._ablation.enter_context(page_bounds())
         with patch.dict(os.environ):
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace the size below
             super().__init__(
@@ -165,6 +170,10 @@ class LanguageEngine(LocalEngine):
                 **options,
             )
         self._tokenizer = self.llm.get_tokenizer()
+
+    def close(self) -> None:
+        super().close()
+        self._ablation.close()
 
     def example(self, question: Any) -> tuple[TextExample, dict[str, Any]]:
         """Return the question's words, and vLLM's input, which all arms share."""

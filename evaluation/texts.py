@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evaluation.ablations import BOUNDS
 from evaluation.arms import FULL, REACH, ROOT, Arm, arm, crossed, paired, recalling
 from evaluation.engine import Settings, TextEngine
 from evaluation.field import Field
@@ -285,7 +286,8 @@ PARTS = {
     "recall": recalled((*SEVERAL_PLACES, *ONE_PLACE)),
     "sketches": Part(
         "How often, and from how few bits",
-        "As above, on two of its tasks.",
+        "As above, on two of its tasks. `sketch=bounds` has Quest's bounds of 16 keys, in the room "
+        "of 2 bits.",
         (
             Cells(
                 (SEVERAL_PLACES[1], SEVERAL_PLACES[2]),
@@ -293,7 +295,7 @@ PARTS = {
                     arm
                     for every, sketch in (
                         *((every, 4) for every in (1, 2, 3, 4, 8, 16)),
-                        *((3, sketch) for sketch in (1, 2, 8)),
+                        *((3, sketch) for sketch in (1, 2, 8, BOUNDS)),
                     )
                     for arm in recalling(DEFAULT, (0.1,), every, sketch)
                 ),

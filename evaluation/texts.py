@@ -286,18 +286,15 @@ PARTS = {
     "recall": recalled((*SEVERAL_PLACES, *ONE_PLACE)),
     "sketches": Part(
         "How often, and from how few bits",
-        "As above, on two of its tasks. `sketch=bounds` has Quest's bounds of 16 keys, in the room "
-        "of 2 bits.",
+        "As above, on two of its tasks, with a larger budget where the sketch is smaller. "
+        "`sketch=bounds` has Quest's bounds of 16 keys, in the room of 2 bits.",
         (
             Cells(
                 (SEVERAL_PLACES[1], SEVERAL_PLACES[2]),
-                tuple(
-                    arm
-                    for every, sketch in (
-                        *((every, 4) for every in (1, 2, 3, 4, 8, 16)),
-                        *((3, sketch) for sketch in (1, 2, 8, BOUNDS)),
-                    )
-                    for arm in recalling(DEFAULT, (0.1,), every, sketch)
+                (
+                    *sum((recalling(DEFAULT, (0.1,), n) for n in (1, 2, 3, 4, 8, 16)), ()),
+                    *sum((recalling(DEFAULT, (0.15, 0.1), 3, bits) for bits in (1, 2)), ()),
+                    *sum((recalling(DEFAULT, (0.1,), 3, bits) for bits in (8, BOUNDS)), ()),
                 ),
                 40,
             ),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from tests.engine.questions import DEBUG, question
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_parallel import workers
 from tests.engine.test_pressure import serve
+from tests.engine.test_speculation import NGRAM, draft_counts
 from tests.engine.test_split_cuts import SPLITS
+from tests.engine.test_windows import CausalOracle
+from tests.models import FAMILIES, random_image, random_text
 from vllm_tgvkv.shared.prompt import PRESSURE_ROWS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -143,6 +147,34 @@ def test_on_ranks_and_stages(tiny_model: Callable[..., Path], name: str) -> None
             of_workers = running.cuts_on_workers(output.request_id)
             kept = [split.joined(parts) for parts in zip(*of_workers, strict=True)]
             assert assert_agrees(running, oracle, asked, output, kept, split.stages) > 5
+
+
+@pytest.mark.compatibility
+def test_with_drafts(tiny_model: Callable[..., Path]) -> None:
+    """Choices are between tokens that were accepted, also where several are in a step."""
+    folder = tiny_model("llava", image_size=112, initializer_range=0.055)
+    oracle, settings = Oracle(folder), {**SETTINGS, "recall": RECALL}
+    options = {"speculative_config": NGRAM, "disable_log_stats": False}
+    with engine(folder, settings, max_num_seqs=4, **options) as running:
+        asks = [ask(seed, ("reach", "snapkv")[seed % 2], 80) for seed in range(3)]
+        for asked, output in zip(asks, running.run(asks), strict=True):
+            assert assert_agrees(running, oracle, asked, output) > 10
+        _, accepted = draft_counts(running)
+        assert accepted > 10
+
+
+@pytest.mark.compatibility
+def test_with_windows(tiny_model: Callable[..., Path]) -> None:
+    """Layers with full attention recall, and the others keep their windows."""
+    arch = "cohere2_vision"
+    folder, image = tiny_model(arch, layers=6, image_size=112), FAMILIES[arch].image_text
+    oracle, settings = CausalOracle(folder), {**SETTINGS, "recall": RECALL}
+    with engine(folder, settings, max_num_seqs=2, skip_mm_profiling=True) as running:
+        texts = [[random_text(9 * seed + i, 90) for i in range(3)] for seed in range(2)]
+        pictures = random_image(0), random_image(1)
+        asks = [replace(ask(0), text=image.join(each), images=pictures) for each in texts]
+        for asked, output in zip(asks, running.run(asks), strict=True):
+            assert assert_agrees(running, oracle, asked, output) > 5
 
 
 def assert_apart(running: SteppedEngine) -> int:

@@ -209,6 +209,7 @@ REPLICAS, DRAFTING = {"data_parallel_size": 2}, {"speculative_config": NGRAM}
 BLOCKS_OF_16 = {"kv_cache_dtype": "fp8", "block_size": 16}
 SKIPPING = {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0", "1"]}
 SUMMARIES = settings(policy="retentivekv")
+RECALLING = settings(policy="reach", recall={"gib": 0.1})
 OF_HEADS = settings(methods={"m": {**MAXIMA, "granularity": "head"}})
 STOCK = {"scheduler": "vllm.v1.core.sched.scheduler.Scheduler"}
 STOCK["worker"] = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -269,6 +270,11 @@ REFUSED = [
     ),
     case("evicted tokens with --speculative-config", eviction=SUMMARIES, **DRAFTING),
     case("heads of several ranks share", "heads of 32", eviction=OF_HEADS, **RANKS),
+    case("where 4 ranks share 2 KV heads", eviction=RECALLING, tensor_parallel_size=4),
+    *(
+        case("recall in a quantised cache ... leave out recall", model, eviction=RECALLING, **more)
+        for model, more in (("wide", {"kv_cache_dtype": "fp8"}), ("fp8", {}))
+    ),
 ]
 
 

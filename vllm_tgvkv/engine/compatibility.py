@@ -239,14 +239,19 @@ def _mixed_refusals(
     )
 
 
+def _cache_dtype(vllm_config: VllmConfig) -> str:
+    """Return the cache's dtype, which may be a scheme of the checkpoint."""
+    dtype: str = vllm_config.cache_config.cache_dtype
+    # vLLM reads the scheme only when it builds the layers.
+    has_scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    return "fp8" if dtype == "auto" and has_scheme else dtype
+
+
 def _cache_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List what a quantised cache may not be; nothing for other caches."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    dtype, head_size = cache.cache_dtype, model.get_head_size()
+    dtype, head_size = _cache_dtype(vllm_config), model.get_head_size()
     block_size = block_size_before_loading(cache, platform is CPU)
-    # vLLM reads the checkpoint's scheme only when it builds the layers.
-    if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
-        dtype = "fp8"
     if dtype in _PLAIN_CACHES:
         return ()
     what, known = f"a quantised cache (--kv-cache-dtype {dtype})", platform.quantised_caches
@@ -309,6 +314,11 @@ def _recall_refusals(
     ranks, heads = parallel.tensor_parallel_size, evicted_kv_heads(vllm_config.model_config)
     return (
         (not platform.supports_recall, "recall on this platform", "leave out recall,"),
+        (
+            _cache_dtype(vllm_config) not in _PLAIN_CACHES,
+            f"recall in a quantised cache (--kv-cache-dtype {_cache_dtype(vllm_config)})",
+            "use --kv-cache-dtype bfloat16, leave out recall,",
+        ),
         (
             ranks > heads,
             f"recall where {ranks} ranks share {heads} KV heads",

@@ -16,7 +16,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_tgvkv.attention.base import EvictingBuilder, EvictingImpl
@@ -145,10 +145,7 @@ class EvictingWorker:
         recall = config_of(self.vllm_config).recall
         if recall is None:
             return None
-        is_quantised = is_quantized_kv_cache(self.vllm_config.cache_config.cache_dtype)
-        scales = [
-            layer.impl.scale * (layer._k_scale_float if is_quantised else 1.0) for layer in layers
-        ]
+        scales = [layer.impl.scale for layer in layers]
         num_blocks = recall.num_tier_blocks(self.vllm_config, spec)
         tier: Tier
         if recall.folder is None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from evaluation import __main__ as program
 from evaluation import load, pages, results, texts
+from evaluation.ablations import page_bounds
 from evaluation.answers import Answer, AnswerLog
 from evaluation.arms import (
     FULL,
@@ -45,7 +46,10 @@ from measure.statistics import mcnemar
 from measure.text_tasks import FRESH, TRAINING, TextExample, TextQuestion, TextTask
 from tests.inputs import write_gates
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.kernels.sketch import sketch_bytes
+from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.policies.base import Policy
+from vllm_tgvkv.recall import sketches
 from vllm_tgvkv.shared.cuts import plan_cuts
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
@@ -167,6 +171,22 @@ def test_engines_by_recall() -> None:
         eviction_settings([every_8, every_3])
 
 
+def test_bounds_in_place_of_a_sketch() -> None:
+    """They are no less than any product with a key of the page, and have a sketch's shapes."""
+    keys, queries = torch.randn(3, 48, 32), torch.randn(3, 5, 32)
+    out = torch.full((3, 5, 60), torch.nan)
+    with page_bounds():
+        bounds = sketches.sketch_keys(keys, 2)
+        assert bounds.shape[1] <= sketch_bytes(48, 32, 2)
+        sketches.sketch_logits(bounds, 2, queries, 48, out, Scratch())
+    pages = keys.unflatten(1, (-1, 16))
+    corners = torch.stack((pages.amin(2), pages.amax(2)))
+    most = torch.einsum("mqd,smpd->smqpd", queries, corners).amax(0).sum(-1)
+    assert torch.allclose(out[..., :48].unflatten(2, (-1, 16)), most[..., None], atol=0.02)
+    assert (out[..., :48] >= queries @ keys.mT - 0.05).all()
+    assert out[..., 48:].isnan().all()
+
+
 # -- answers that are forced ----------------------------------------------------------------
 
 
@@ -191,6 +211,10 @@ def test_forced_answers_tell_what_would_have_been_said() -> None:
 
     assert asked._hits(completion(5, 7)) == "111"
     assert asked._hits(completion(5, 3)) == "100"
+    unknown = completion(5, 7)
+    unknown.logprobs[1] = {7: SimpleNamespace(logprob=float("nan"))}
+    with pytest.raises(ValueError, match="NaN"):
+        asked._hits(unknown)
 
 
 def test_only_what_the_full_cache_says_counts_of_forced_answers() -> None:

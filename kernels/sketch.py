@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.checks import check
 from vllm_tgvkv.kernels.statistics import Scratch
 
@@ -107,13 +108,18 @@ def sketch_logits(
         sketches: uint8 `[M, B]`, from `sketch_keys`; further bytes may follow.
         queries: float32 `[M, Q, D]`, scaled.
         num_tokens: C.
-        out: float32 `[M, Q, P]` with P >= C; the first C columns are written.
+        out: float32 `[M, Q, P]` with P >= C; the first C columns are written. Its last stride is 1.
     """
     check("queries", queries, ("M", "Q", "D"), (torch.float32,))
     num_pairs, num_queries, head_size = queries.shape
     has_room = out.dim() == 3 and out.shape[2] >= num_tokens
     check("out", out, (num_pairs, num_queries, "P"), (torch.float32,), has_room)
     parts = _parts(sketches, bits, num_tokens, head_size)
+    if gpu.runs(out):
+        from vllm_tgvkv.kernels.gpu import sketch as triton_sketch
+
+        triton_sketch.sketch_logits(*parts, bits, queries.contiguous(), out)
+        return
     steps = parts.steps.float().unsqueeze(1)  # [M, 1, C]
     shift = torch.bmm(queries, parts.means.float().unsqueeze(2))  # [M, Q, 1]
     scaled = queries * parts.scales.float().unsqueeze(1)

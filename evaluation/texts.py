@@ -200,17 +200,17 @@ def recalled(tasks: Sequence[Task]) -> Part:
         "With `every` and `sketch`, [what was evicted comes back](../../recall.md). *Held* has the "
         "sketch, which is beside the budget; *come back* is the share of the prompt that a choice "
         "brings back. The tier holds the whole prompt. A budget of 0.25 holds more than any arm "
-        "with recall; it and 0.05 without recall are asked 36 questions of each kind.",
+        "with recall. Arms without recall are asked 36 of the questions.",
         (
+            Cells(tasks, recalling(DEFAULT, (0.1, 0.05)), 102),
             Cells(
                 tasks,
                 (
-                    *recalling(DEFAULT, (0.1, 0.05)),
-                    *crossed((DEFAULT, "streaming"), (0.1,), (WAIT,)),
+                    *crossed((DEFAULT,), (0.25, 0.1, 0.05), (WAIT,)),
+                    *crossed(("streaming",), (0.1,), (WAIT,)),
                 ),
-                102,
+                36,
             ),
-            Cells(tasks, crossed((DEFAULT,), (0.25, 0.05), (WAIT,)), 36),
         ),
     )
 

@@ -59,6 +59,7 @@ MEASURES = {
     "steps": "k",
     "methods": "g",
     "metrics": "h",
+    "recall": "l",
 }
 """Letters of what each part measures; of the others it is j."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from torch import Tensor
 
@@ -119,6 +120,25 @@ def copy_kept(
         for slot, source in enumerate(sources[r].tolist()):
             for pool in (key_pages, value_pages):
                 pool[target, slot] = pool[source // block_size, source % block_size]
+
+
+def fetch_tokens(
+    tier: Tensor, key_pages: Tensor, value_pages: Tensor, stored: Tensor, exchange: Any
+) -> None:
+    """Copy token by token where another one comes."""
+    pairs, size, width = len(exchange.offsets) - 1, key_pages.shape[1], key_pages.shape[2]
+    bounds = exchange.offsets.tolist()
+    for pair in range(pairs):
+        for r in range(bounds[pair], bounds[pair + 1]):
+            page = int(exchange.blocks[r // pairs]) * pairs + r % pairs
+            for slot, position in enumerate(exchange.after[r].tolist()):
+                if position == int(exchange.before[r, slot]):
+                    continue
+                block = int(exchange.tier_blocks[position // size])
+                token = tier[block, pair * size + position % size]
+                key_pages[page, slot] = token[:width]
+                value_pages[page, slot] = token[width:]
+                stored[page, slot] = position
 
 
 def merge_evicted(

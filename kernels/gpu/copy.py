@@ -14,8 +14,8 @@ from torch import Tensor
 from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-# Total size of a program's tokens: with 128 threads, four accesses of 16 bytes are in flight.
-_BYTES_PER_PROGRAM = 8192
+BYTES_PER_PROGRAM = 8192
+"""Total size of a program's tokens: with 128 threads, four accesses of 16 bytes are in flight."""
 
 
 @triton.jit
@@ -70,13 +70,13 @@ def copy_kept(
     num_pages, block_size = sources.shape
     if num_pages == 0:
         return
-    for pool in _whole_slots(key_pages, value_pages):
-        words = _as_words(pool)
+    for pool in whole_slots(key_pages, value_pages):
+        words = as_words(pool)
         num_words = words.shape[2]
         padded = triton.next_power_of_2(num_words)
         slots = min(
             triton.next_power_of_2(block_size),
-            max(1, _BYTES_PER_PROGRAM // (padded * words.element_size())),
+            max(1, BYTES_PER_PROGRAM // (padded * words.element_size())),
         )
         _copy_kernel[(num_pages, triton.cdiv(block_size, slots))](
             words,
@@ -95,7 +95,7 @@ def copy_kept(
         )
 
 
-def _whole_slots(keys: Tensor, values: Tensor) -> list[Tensor]:
+def whole_slots(keys: Tensor, values: Tensor) -> list[Tensor]:
     """Return one view of keys and values if each value follows its key, otherwise the two."""
     size = keys.shape[2]
     if (
@@ -109,7 +109,7 @@ def _whole_slots(keys: Tensor, values: Tensor) -> list[Tensor]:
     return [keys, values]
 
 
-def _as_words(pool: Tensor) -> Tensor:
+def as_words(pool: Tensor) -> Tensor:
     """Return the pool as the widest integers that its strides allow."""
     size = pool.element_size()
     if pool.stride(2) == 1:

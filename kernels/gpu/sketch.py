@@ -21,7 +21,8 @@ _ROWS = 16
 """Queries of a program, the least that tensor cores multiply."""
 
 
-@triton.jit
+# A variant for each size of a prompt would be compiled while requests wait.
+@triton.jit(do_not_specialize=["num_queries", "width", "out_pair_stride", "out_row_stride"])
 def _sketch_logits_kernel(
     codes,
     steps,
@@ -44,6 +45,7 @@ def _sketch_logits_kernel(
 
     Codes are expanded in registers, and the planes of a byte share one read.
     """
+    width = tl.multiple_of(width, 2 * BITS)  # of 16 tokens
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row, dim = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
@@ -101,7 +103,7 @@ def sketch_logits(
     num_pairs, num_queries, head_size = queries.shape
     width = codes.shape[2]
     dims = triton.next_power_of_2(max(16, head_size))
-    tile = min(triton.next_power_of_2(max(16, width)), max(16, _CODES_PER_PROGRAM // dims))
+    tile = max(16, _CODES_PER_PROGRAM // dims)
     grid = num_pairs, triton.cdiv(width, tile), triton.cdiv(num_queries, _ROWS)
     _sketch_logits_kernel[grid](
         codes,

@@ -185,7 +185,7 @@ def assert_apart(running: SteppedEngine) -> int:
     Returns:
         The number of blocks with such bytes.
     """
-    pool, recaller = running.evictor.pool, running.evictor._recaller
+    pool, recaller = running.evictor.pool, running.evictor.recaller
     assert recaller is not None
     finite = pool.raw.isfinite().flatten(1).all(1).view(pool.num_blocks, -1).all(1)
     found = set((~finite).nonzero().flatten().tolist())

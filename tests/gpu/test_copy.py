@@ -160,7 +160,7 @@ def test_real_sizes(
 def test_whole_slots_are_moved_as_the_widest_integers() -> None:
     def launches(page_format: str, head_size: int) -> list[tuple[list[int], torch.dtype]]:
         pools = pools_of(page_format, 3, 4, head_size, torch.bfloat16)
-        words = map(triton_copy._as_words, triton_copy._whole_slots(*pools))
+        words = map(triton_copy.as_words, triton_copy.whole_slots(*pools))
         return [(list(pool.shape), pool.dtype) for pool in words]
 
     assert launches("joint", 80) == [([3, 4, 40], torch.int64)]

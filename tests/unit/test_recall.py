@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from oracle import recall as reference
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.kernels.copy import as_integers
-from vllm_tgvkv.kernels.exchange import exchange
+from vllm_tgvkv.kernels.exchange import Exchange, exchange
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.sketch import BITS, read_sketches, sketch_bytes, sketch_keys
 from vllm_tgvkv.kernels.statistics import Scratch
+from vllm_tgvkv.recall import tier as tier_module
 from vllm_tgvkv.recall.sketches import SketchPages
-from vllm_tgvkv.recall.tier import FileTier, MemoryTier, Tier, TierError
+from vllm_tgvkv.recall.tier import FileTier, MemoryTier, PinnedTier, Tier, TierError
 from vllm_tgvkv.scheduler.recalls import Recalls
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
@@ -118,9 +126,11 @@ def test_exchange_moves_as_little_as_it_can() -> None:
             assert all(a == b for a, b in stays)
 
 
-def make_pool(pages_first: bool, dtype: torch.dtype = torch.float32) -> PagePool:
+def make_pool(
+    pages_first: bool, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> PagePool:
     num_pages, width = NUM_BLOCKS * SHAPE.num_pairs, SHAPE.head_size
-    raw = torch.randn(num_pages, 2 * SHAPE.block_size * width).to(dtype)
+    raw = torch.randn(num_pages, 2 * SHAPE.block_size * width).to(device, dtype)
     if pages_first:
         keys, values = raw.view(num_pages, SHAPE.block_size, 2 * width).split(width, dim=2)
     else:
@@ -130,41 +140,139 @@ def make_pool(pages_first: bool, dtype: torch.dtype = torch.float32) -> PagePool
     return PagePool(raw, keys, values, SHAPE)
 
 
+class LateCuda:
+    """Streams of a GPU, pretended: copies on another one end as late as events allow.
+
+    The current stream works at once.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: bool = False) -> None:
+        for name in ("Stream", "Event", "stream", "current_stream", "cudart"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(tier_module, "get_accelerator_view_from_cpu_tensor", lambda x: x)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+        self._waiting: deque[Callable[[], Any]] = deque()
+        self._done = self._submitted = 0
+        self._refuses = refuses
+
+    def Stream(self, device: torch.device) -> LateCuda:
+        return self
+
+    def current_stream(self) -> LateCuda:
+        return self
+
+    def wait_stream(self, other: LateCuda) -> None:
+        pass
+
+    def Event(self) -> SimpleNamespace:
+        event = SimpleNamespace(after=0)
+        event.record = lambda: setattr(event, "after", self._submitted)
+        return event
+
+    def wait_event(self, event: SimpleNamespace) -> None:
+        while self._done < event.after:
+            self._waiting.popleft()()
+            self._done += 1
+
+    @contextmanager
+    def stream(self, stream: LateCuda) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            copy = torch.Tensor.copy_
+
+            def later(out: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+                assert non_blocking
+                self._waiting.append(partial(copy, out, source))
+                self._submitted += 1
+
+            patch.setattr(torch.Tensor, "copy_", later)
+            yield
+
+    def cudart(self) -> SimpleNamespace:
+        result = SimpleNamespace(value=2 * self._refuses)
+        return SimpleNamespace(
+            cudaHostRegister=lambda *_: result, cudaHostUnregister=lambda _: None
+        )
+
+
 TIERS: dict[str, Callable[[PagePool, int, Path], Tier]] = {
     "memory": lambda pool, blocks, _: MemoryTier(pool, blocks),
     "file": lambda pool, blocks, folder: FileTier(pool, blocks, str(folder)),
+    "pinned": lambda pool, blocks, _: PinnedTier(pool, blocks),
 }
 
 
 @pytest.mark.parametrize("kind", TIERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_tier_gives_back_what_it_got(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tier_gives_back_what_it_got(
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "pinned":
+        LateCuda(monkeypatch)
+    # Some parts at a time, or one for each block: more than there are buffers.
+    monkeypatch.setattr(tier_module, "_WORKSPACE_BYTES", random.choice((1, 20_000, 16 << 20)))
     pool = make_pool(False, dtype)
+    assert_gives_back(TIERS[kind](pool, 12, tmp_path), pool)
+
+
+def assert_gives_back(tier: Tier, pool: PagePool) -> None:
+    """Write a prompt of 12 blocks to a tier, lose it, and bring half of a region's tokens back."""
+    size, pairs, device = SHAPE.block_size, SHAPE.num_pairs, pool.raw.device
     before = [as_integers(each).clone() for each in (pool.keys, pool.values)]
-    tier = TIERS[kind](pool, 12, tmp_path)
-    blocks = torch.randperm(12)
-    old, size = torch.randperm(NUM_BLOCKS), SHAPE.block_size
-    tier.write(old[:5], blocks[:5])
-    tier.write(old[5:12], blocks[5:])
-    pool.raw.copy_(torch.full_like(pool.raw, torch.nan, dtype=torch.float32).to(dtype))
-    pairs = torch.randint(SHAPE.num_pairs, (300,))
-    positions = torch.randint(12 * size, (300,))
-    tokens = tier.fetch(tier.slots(blocks, pairs, positions))()
-    pages = old[positions // size] * SHAPE.num_pairs + pairs
-    tier.put(tokens, pages * size + positions % size)
-    slots = positions % size
+    blocks, old = torch.randperm(12).int().numpy(), torch.randperm(NUM_BLOCKS)
+    on_device = old.to(device)
+    tier.write(on_device[:5], blocks[:5])
+    tier.write(on_device[5:12], blocks[5:])
+    pool.raw.fill_(float("nan"))
+    stored = torch.full((NUM_BLOCKS * pairs, size), -1, dtype=torch.int32, device=device)
+    region = old[12:18]
+    counts = torch.full((SHAPE.num_layers, SHAPE.num_heads), 6)
+    tokens = torch.cat([torch.randperm(12 * size)[: 6 * size] for _ in range(pairs)])
+    comes = torch.rand(len(tokens)) < 0.5
+    after = tokens.view(-1, size).int()
+    held = torch.where(comes.view_as(after), (after + 1) % (12 * size), after)
+    parts = held, after, page_offsets(counts), region, torch.from_numpy(blocks).long()
+    tier.exchange(Exchange(*(part.to(device) for part in parts)), stored)()
+    row = torch.arange(6 * pairs)[:, None].expand(-1, size)
+    slots = torch.arange(size).expand(6 * pairs, -1)
+    pages = region[row // pairs] * pairs + row % pairs
+    sources = old[after.long() // size] * pairs + row // 6
+    moved = comes.view_as(after)
+    to, of = (pages[moved], slots[moved]), (sources[moved], after.long()[moved] % size)
     for found, wanted in zip((pool.keys, pool.values), before, strict=True):
-        assert torch.equal(as_integers(found)[pages, slots], wanted[pages, slots])
+        assert torch.equal(as_integers(found)[to], wanted[of])
+    assert torch.equal(stored[to].cpu(), after[moved])
     # Nothing but these slots was written.
     is_written = torch.zeros(len(pool.raw), size, dtype=torch.bool)
-    is_written[pages, slots] = True
-    assert pool.keys.float()[~is_written].isnan().all()
+    is_written[to] = True
+    assert pool.keys.float().cpu()[~is_written].isnan().all()
+    assert (stored.cpu()[~is_written] == -1).all()
+
+
+def test_no_token_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LateCuda(monkeypatch)
+    for make in TIERS.values():
+        pool = make_pool(True)
+        tier, before = make(pool, 4, tmp_path), pool.raw.clone()
+        tier.write(torch.arange(3), np.arange(3))
+        tier.exchange(*no_exchange())()
+        assert torch.equal(pool.raw, before)
+
+
+def no_exchange() -> tuple[Exchange, torch.Tensor]:
+    """Return an exchange of a region of one block, all of whose tokens stay, and positions."""
+    positions = torch.zeros(SHAPE.num_pairs, SHAPE.block_size, dtype=torch.int32)
+    offsets = torch.arange(SHAPE.num_pairs + 1, dtype=torch.int32)
+    stored = torch.zeros(NUM_BLOCKS * SHAPE.num_pairs, SHAPE.block_size, dtype=torch.int32)
+    return Exchange(positions, positions, offsets, torch.tensor([7]), torch.arange(3)), stored
 
 
 def test_tier_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(True)
     with pytest.raises(UnsupportedByEvictionError, match=r"recall.gib asks for .* give less"):
         MemoryTier(pool, 1 << 40)
+    LateCuda(monkeypatch, refuses=True)
+    with pytest.raises(UnsupportedByEvictionError, match=r"of pinned memory .* give less"):
+        PinnedTier(pool, 4)
     for folder in (tmp_path / "missing", Path("/proc")):
         with pytest.raises(UnsupportedByEvictionError, match=f"recall.folder {folder}: .*another"):
             FileTier(pool, 4, str(folder))
@@ -185,9 +293,11 @@ def test_disk_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, call, fail)
-    tier.write(torch.arange(3), torch.arange(3))
+    tier.write(torch.arange(3), np.arange(3))
+    moves, stored = no_exchange()
     with pytest.raises(TierError, match="Input/output error"):
-        tier.fetch(torch.arange(10))()
+        tier.exchange(replace(moves, after=moves.after + 1), stored)()
+    assert not stored.any()
 
 
 def test_who_recalled_longest_ago_loses_the_tier() -> None:

@@ -313,7 +313,11 @@ def _recall_refusals(
         return ()
     ranks, heads = parallel.tensor_parallel_size, evicted_kv_heads(vllm_config.model_config)
     return (
-        (not platform.supports_recall, "recall on this platform", "leave out recall,"),
+        (
+            recall.tier not in platform.recall_tiers,
+            f"recall.tier {recall.tier} on this platform",
+            f"use recall.tier: {' or '.join(platform.recall_tiers)}, leave out recall,",
+        ),
         (
             _cache_dtype(vllm_config) not in _PLAIN_CACHES,
             f"recall in a quantised cache (--kv-cache-dtype {_cache_dtype(vllm_config)})",

@@ -25,8 +25,8 @@ class Platform:
     """Whether several workers may share the layers (pipeline parallelism)."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
-    supports_recall: bool = False
-    """Whether evicted tokens may come back."""
+    recall_tiers: tuple[str, ...] = ("memory",)
+    """Values of the setting `recall.tier`."""
     most_head_size: int | None = None
     """Most values of a head in layers with full attention; None if the backend takes any."""
     skips_hidden_keys: bool = False
@@ -47,7 +47,7 @@ CPU = Platform(
     supports_ranks=True,
     supports_stages=True,
     supports_drafts=True,
-    supports_recall=True,
+    recall_tiers=("memory", "file"),
     skips_hidden_keys=True,
     ignores_image_prefixes=True,
     quantised_caches=tuple(FP8),

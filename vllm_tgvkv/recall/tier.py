@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import cycle, pairwise
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
 from vllm_tgvkv.cache.pages import PagePool
 from vllm_tgvkv.kernels.copy import as_integers
+from vllm_tgvkv.kernels.exchange import Exchange, fetch_tokens, put_tokens
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 _WORKSPACE_BYTES = 16 << 20
 """Bound of what is copied at a time, or one block."""
 
+_STAGES = 4
+"""Buffers of a workspace on a GPU, whose contents are on their way to the tier."""
 
 _MOST_QUEUED = 64
 """Writes of a workspace each that may wait."""
@@ -41,57 +48,55 @@ class Tier(ABC):
     def __init__(self, pool: PagePool, num_blocks: int) -> None:
         self._shape = shape = pool.shape
         self._keys, self._values = as_integers(pool.keys), as_integers(pool.values)
-        self._dtype = self._keys.dtype
         self._slots = shape.num_pairs * shape.block_size
         """Slots of a block."""
         self._width = 2 * shape.head_size
         self._slot_bytes = self._width * self._keys.element_size()
         self.num_bytes = num_blocks * self._slots * self._slot_bytes
 
-    def slots(self, blocks: Tensor, pairs: Tensor, positions: Tensor) -> Tensor:
-        """Return the slots of a prompt's tokens, int64 `[n]`.
+    def write(self, pool_blocks: Tensor, blocks: np.ndarray) -> None:
+        """Copy blocks of the pool, int64 `[t]`, to blocks of the tier, integers `[t]` on the host.
 
-        Args:
-            blocks: the prompt's blocks of the tier, int64 `[t]`.
-            pairs, positions: which (layer, head), and which token, int64 `[n]`.
+        The pool's blocks may be written again by what follows on the device.
         """
-        size = self._shape.block_size
-        return blocks[positions // size] * self._slots + pairs * size + positions % size
-
-    def write(self, pool_blocks: Tensor, blocks: Tensor) -> None:
-        """Copy blocks of the pool to blocks of the tier, both int64 `[t]`.
-
-        The pool's blocks may be written again as soon as this returns.
-        """
-        size, num_pairs = self._shape.block_size, self._shape.num_pairs
-        step = max(1, _WORKSPACE_BYTES // (self._slots * self._slot_bytes))
-        pairs = torch.arange(num_pairs, device=pool_blocks.device)
+        step = blocks_at_once(self._slots * self._slot_bytes)
         for first in range(0, len(blocks), step):
             part = slice(first, first + step)
-            pages = (pool_blocks[part, None] * num_pairs + pairs).flatten()
-            tokens = self._keys.new_empty(len(pages), size, self._width)
-            tokens[..., : self._width // 2] = self._keys[pages]
-            tokens[..., self._width // 2 :] = self._values[pages]
-            self._store(tokens.view(-1, self._slots, self._width), blocks[part])
+            self._store(pool_blocks[part], blocks[part])
 
-    def put(self, tokens: Tensor, slots: Tensor) -> None:
-        """Write tokens `[n, 2 * D]` to slots of the pool, page * N + slot, int64 `[n]`."""
-        size, width = self._shape.block_size, self._width // 2
-        pages, slots = slots // size, slots % size
-        self._keys[pages, slots] = tokens[:, :width]
-        self._values[pages, slots] = tokens[:, width:]
+    def _gather(self, pool_blocks: Tensor, out: Tensor) -> None:
+        """Write the tokens of blocks of the pool to `out`, `[t, slots, 2 * D]`."""
+        num_pairs, half = self._shape.num_pairs, self._width // 2
+        pairs = torch.arange(num_pairs, device=pool_blocks.device)
+        pages = (pool_blocks[:, None] * num_pairs + pairs).flatten()
+        tokens = out.view(len(pages), self._shape.block_size, self._width)
+        tokens[..., :half] = self._keys[pages]
+        tokens[..., half:] = self._values[pages]
 
     @abstractmethod
-    def fetch(self, slots: Tensor) -> Callable[[], Tensor]:
-        """Start to read slots, int64 `[n]`; return a function that waits and returns `[n, 2 * D]`.
+    def exchange(self, exchange: Exchange, stored: Tensor) -> Callable[[], None]:
+        """Start an exchange; return a function that waits for it and ends it.
+
+        Args:
+            stored: see `kernels.exchange.fetch_tokens`.
 
         Raises (by that function):
-            TierError: if they cannot be read.
+            TierError: if the tokens cannot be read; then none comes.
         """
 
     @abstractmethod
-    def _store(self, tokens: Tensor, blocks: Tensor) -> None:
-        """Store the tokens of some blocks, `[t, slots, 2 * D]`."""
+    def _store(self, pool_blocks: Tensor, blocks: np.ndarray) -> None:
+        """Copy some blocks, see `write`."""
+
+
+def blocks_at_once(block_bytes: int) -> int:
+    """Return how many blocks are copied to the tier at a time."""
+    return max(1, _WORKSPACE_BYTES // block_bytes)
+
+
+def staging_bytes(block_bytes: int) -> int:
+    """Return what the tier takes on a GPU: its buffers, and the keys or values of one of them."""
+    return (2 * _STAGES + 1) * blocks_at_once(block_bytes) * block_bytes // 2
 
 
 class MemoryTier(Tier):
@@ -111,14 +116,75 @@ class MemoryTier(Tier):
                 f"the tier, and {available / 2**30:.1f} GiB of memory are free: give less, or "
                 "recall.tier: file"
             )
-        self._memory = self._keys.new_empty(num_blocks, self._slots, self._width)
+        size = num_blocks, self._slots, self._width
+        self._memory = torch.empty(size, dtype=self._keys.dtype)
 
-    def fetch(self, slots: Tensor) -> Callable[[], Tensor]:
+    def exchange(self, exchange: Exchange, stored: Tensor) -> Callable[[], None]:
         # Nothing is gained by reading early: it takes as long as another copy of the tokens.
-        return lambda: self._memory.view(-1, self._width).index_select(0, slots)
+        return partial(fetch_tokens, self._memory, self._keys, self._values, stored, exchange)
 
-    def _store(self, tokens: Tensor, blocks: Tensor) -> None:
-        self._memory[blocks] = tokens
+    def _store(self, pool_blocks: Tensor, blocks: np.ndarray) -> None:
+        tokens = self._memory.new_empty(len(blocks), *self._memory.shape[1:])
+        self._gather(pool_blocks, tokens)
+        self._memory[torch.from_numpy(blocks).long()] = tokens
+
+
+class PinnedTier(MemoryTier):
+    """The tier of a GPU in the host's memory, which the GPU reads itself.
+
+    Nothing here makes the host wait. A part of a prompt is gathered into one of a few buffers on
+    the device, which a stream of its own copies to the host's memory. Where all buffers are on
+    their way, or tokens come back, the device waits for the copies.
+    """
+
+    def __init__(self, pool: PagePool, num_blocks: int) -> None:
+        """Allocate and pin it.
+
+        Raises:
+            UnsupportedByEvictionError: if there is less memory, or it cannot be pinned.
+        """
+        super().__init__(pool, max(num_blocks, 1))  # no memory cannot be pinned
+        self._pin()
+        self._on_device = get_accelerator_view_from_cpu_tensor(self._memory)
+        size = blocks_at_once(self._slots * self._slot_bytes), *self._memory.shape[1:]
+        self._ring = cycle(
+            [(self._keys.new_empty(size), torch.cuda.Event()) for _ in range(_STAGES)]
+        )
+        self._written = torch.cuda.Event()
+        """The end of the last write."""
+        self._stream = torch.cuda.Stream(self._keys.device)
+
+    def _pin(self) -> None:
+        # PyTorch's own pinned memory has sizes that are powers of two.
+        cudart, address = torch.cuda.cudart(), self._memory.data_ptr()
+        result = cudart.cudaHostRegister(address, self.num_bytes, 0)
+        if result.value or not self._memory.is_pinned():
+            raise UnsupportedByEvictionError(
+                f"recall.gib asks for {self.num_bytes / 2**30:.1f} GiB of pinned memory for this "
+                f"worker's part of the tier, which the driver refuses ({result}): give less, raise "
+                "the limit of locked memory (ulimit -l), or leave out recall"
+            )
+        weakref.finalize(self, cudart.cudaHostUnregister, address).atexit = False
+
+    def exchange(self, exchange: Exchange, stored: Tensor) -> Callable[[], None]:
+        torch.cuda.current_stream().wait_event(self._written)
+        fetch_tokens(self._on_device, self._keys, self._values, stored, exchange)
+        # What follows on the device finds the tokens in their slots.
+        return lambda: None
+
+    def _store(self, pool_blocks: Tensor, blocks: np.ndarray) -> None:
+        staged, copied = next(self._ring)
+        main = torch.cuda.current_stream()
+        main.wait_event(copied)
+        self._gather(pool_blocks, staged[: len(blocks)])
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            for first, end in _runs(blocks):
+                start = int(blocks[first])
+                part = self._memory[start : start + end - first]
+                part.copy_(staged[first:end], non_blocking=True)
+            copied.record()
+            self._written.record()
 
 
 class FileTier(Tier):
@@ -145,18 +211,22 @@ class FileTier(Tier):
         self._queue: deque[Future[None]] = deque()
         """Writes that have not ended, apart from some that have."""
 
-    def fetch(self, slots: Tensor) -> Callable[[], Tensor]:
-        future = self._thread.submit(self._read, slots)
+    def exchange(self, exchange: Exchange, stored: Tensor) -> Callable[[], None]:
+        moves = exchange.moves()
+        future = self._thread.submit(self._read, moves.sources)
 
-        def result() -> Tensor:
+        def end() -> None:
             try:
-                return future.result()
+                tokens = future.result()
             except OSError as error:
                 raise TierError(f"the tier's file: {error}") from error
+            put_tokens(tokens, self._keys, self._values, stored, moves)
 
-        return result
+        return end
 
-    def _store(self, tokens: Tensor, blocks: Tensor) -> None:
+    def _store(self, pool_blocks: Tensor, blocks: np.ndarray) -> None:
+        tokens = self._keys.new_empty(len(blocks), self._slots, self._width)
+        self._gather(pool_blocks, tokens)
         self._queue.append(self._thread.submit(self._write, tokens, blocks.tolist()))
         # Copies that wait for a slow disk take memory: then the step waits, too.
         while len(self._queue) > _MOST_QUEUED:
@@ -180,12 +250,17 @@ class FileTier(Tier):
         if self._failed is not None:
             raise self._failed
         size, numbers = self._slot_bytes, slots.numpy()
-        found = np.empty((len(numbers), size), np.uint8)
+        tokens = torch.empty(len(numbers), self._width, dtype=self._keys.dtype)
+        found = tokens.view(torch.uint8).numpy()
         # Tokens that follow each other do so in the file: one read for each run of them.
-        starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
-        ends = np.append(starts[1:], len(numbers))
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        for start, end in _runs(numbers):
             wanted, place = found[start:end], int(numbers[start]) * size
             if os.preadv(self._file.fileno(), [wanted.data], place) < wanted.nbytes:
                 raise OSError("it is shorter than it was")
-        return torch.from_numpy(found).view(self._dtype)
+        return tokens
+
+
+def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield `(start, end)` of each run of numbers that follow each other."""
+    starts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    return pairwise(np.unique([0, *starts, len(numbers)]).tolist())

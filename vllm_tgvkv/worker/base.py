@@ -68,6 +68,8 @@ class EvictingWorker:
     evicting_backend: str
     """Qualified name of the attention backend that replaces it."""
 
+    memory_tier: type[MemoryTier] = MemoryTier
+
     rows: RowsV1 | RowsV2
     """Rows of the model runner's batch."""
 
@@ -149,7 +151,7 @@ class EvictingWorker:
         num_blocks = recall.num_tier_blocks(self.vllm_config, spec)
         tier: Tier
         if recall.folder is None:
-            tier = MemoryTier(pool, num_blocks)
+            tier = self.memory_tier(pool, num_blocks)
         else:
             tier = FileTier(pool, num_blocks, recall.folder)
         return partial(Recaller, tier=tier, options=recall, scales=scales)

@@ -29,6 +29,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_tgvkv.blocks.states import evicted_specs, with_plain_specs
 from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.server import config_of
+from vllm_tgvkv.recall.tier import PinnedTier
 from vllm_tgvkv.shared.plan import Eviction, Restored
 from vllm_tgvkv.worker.base import EvictingWorker
 from vllm_tgvkv.worker.context import WORKSPACE_BYTES
@@ -44,6 +45,7 @@ class EvictionGPUWorker(EvictingWorker, Worker):
 
     replaced_backend = AttentionBackendEnum.FLASH_ATTN
     evicting_backend = "vllm_tgvkv.attention.cuda.EvictingFlashBackend"
+    memory_tier = PinnedTier
 
     def _make_model_runner(self) -> EvictingModelRunnerV1 | EvictingModelRunnerV2:
         runner = EvictingModelRunnerV2 if self.use_v2_model_runner else EvictingModelRunnerV1

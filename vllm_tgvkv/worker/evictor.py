@@ -36,7 +36,7 @@ from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision
 from vllm_tgvkv.worker.due import DueEviction
 from vllm_tgvkv.worker.observation import PromptObservation
-from vllm_tgvkv.worker.outcomes import Outcomes, PendingOutcome, start_trace
+from vllm_tgvkv.worker.outcomes import Outcomes, PendingChoice, PendingOutcome, start_trace
 from vllm_tgvkv.worker.ranks import Ranks
 from vllm_tgvkv.worker.recaller import Recaller
 from vllm_tgvkv.worker.region_writer import RegionWriter
@@ -84,7 +84,7 @@ class Evictor:
             gate_outputs = GateOutputs(num_blocks, shape, device)
         self.context = ObserverContext(pool, queries, self.regions, ranks, stages, gate_outputs)
         self._writer = RegionWriter(self.context, self.summaries)
-        self._recaller = recaller(self.context) if recaller is not None else None
+        self.recaller = recaller(self.context) if recaller is not None else None
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
         self.plan = StepPlan()
@@ -110,8 +110,8 @@ class Evictor:
         self.context.scratch = Scratch()  # frees the last step's buffers
         self.regions.release(plan.released)
         self.summaries.release(plan.released)
-        if self._recaller is not None:
-            self._recaller.begin_step(plan.unrecallable)
+        if self.recaller is not None:
+            self.recaller.begin_step(plan.unrecallable)
         for request_id in plan.forgotten:
             self.observations.pop(request_id, None)
         if plan.poisoned:
@@ -194,25 +194,25 @@ class Evictor:
         Call it once at the end of every step. All pipeline stages but the last one send theirs to
         the last one and return None.
         """
-        ended, self.ended = self.ended, []
-        choices = self._choose()
+        ended: list[PendingOutcome | PendingChoice | ChoiceOutcome | Failure]
+        ended, self.ended = [*self.ended, *self._choose()], []
         exchanges = self.stages.size > 1 and (self._may_fail or bool(self.plan.choices))
-        if self._recaller is not None and (exchanges or self.stages.size == 1):
+        if self.recaller is not None and (exchanges or self.stages.size == 1):
             # Other stages do not know of a failed tier, and wait for no message in other steps.
-            lost = self._recaller.take_failed()
-            choices += [ChoiceOutcome(request_id, 0, None) for request_id in lost]
-        if not (ended or choices or exchanges):
+            lost = self.recaller.take_failed()
+            ended += [ChoiceOutcome(request_id, 0, None) for request_id in lost]
+        if not (ended or exchanges):
             return None
-        outcomes = Outcomes(ended, self.shape.block_size, self.traces, self.stages, choices)
+        outcomes = Outcomes(ended, self.shape.block_size, self.traces, self.stages)
         if self.stages.is_last:
             return outcomes
         if exchanges:
             self.stages.tell(outcomes.of_stage())
         return None
 
-    def _choose(self) -> list[ChoiceOutcome]:
+    def _choose(self) -> list[PendingChoice]:
         """Choose the tokens of rows again whose evicted tokens may come back."""
-        recaller, found = self._recaller, list[ChoiceOutcome]()
+        recaller, found = self.recaller, list[PendingChoice]()
         if recaller is None:
             return found
         for choice in self.plan.choices:
@@ -264,8 +264,8 @@ class Evictor:
         with seen.stopwatch.time("copy"):
             positions = self._writer.copy(due, decision)
             self._writer.summarise(due, scored, positions, offsets)
-            if self._recaller is not None:
-                self._recaller.cut(due, positions, offsets)
+            if self.recaller is not None:
+                self.recaller.cut(due, positions, offsets)
         self._writer.store(due, due.num_token_blocks, offsets)
         return PendingOutcome(
             due.eviction,

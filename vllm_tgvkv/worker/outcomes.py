@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a step's evictions on their way from the device through the host to the scheduler."""
+"""Results of a step on their way from the device through the host to the scheduler."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ class PendingOutcome:
         assert self.num_vision is not None, "the eviction is not reported"
         return torch.stack((self.num_token_blocks, self.num_vision))
 
-    def of_stage(self, num_token_blocks: int, num_vision: int, block_size: int) -> Outcome:
-        """Return the outcome in this stage's layers; the numbers are those on the device."""
+    def of_stage(self, numbers: Sequence[int], block_size: int) -> Outcome:
+        """Return the outcome in this stage's layers from its `numbers`."""
+        num_token_blocks, num_vision = numbers
         eviction, is_vision = self.eviction, self.eviction.prompt.is_vision()
         num_seen = int(is_vision.sum())
         num_kept = num_token_blocks * self.num_pairs * block_size
@@ -64,27 +65,52 @@ class PendingOutcome:
         )
 
 
+@dataclass(frozen=True)
+class PendingChoice:
+    """A choice that this rank has made, while its number of tokens is still on the device."""
+
+    request_id: str
+    num_answer: int
+    """Tokens of the answer that were computed by then."""
+    num_moved: torch.Tensor
+    """Tokens that come back, summed over layers and heads, int64 scalar."""
+    num_pairs: int
+    """(layer, head) pairs in that sum."""
+    trace: Trace | None
+    """As in `PendingOutcome`; the number that came back is still missing."""
+
+    def numbers(self) -> torch.Tensor:
+        """Return the tokens that come back, int64 [1]."""
+        return self.num_moved[None]
+
+    def of_stage(self, numbers: Sequence[int], block_size: int) -> ChoiceOutcome:
+        """Return the outcome in this stage's layers from its `numbers`."""
+        moved = numbers[0] / self.num_pairs
+        trace = None if self.trace is None else replace(self.trace, recalled=moved)
+        return ChoiceOutcome(self.request_id, self.num_answer, moved, self.num_pairs, trace)
+
+
 class Outcomes:
-    """Outcomes of the evictions of one step; starts their copy to the host."""
+    """Outcomes of the evictions and choices of one step; starts their copy to the host."""
 
     def __init__(
         self,
-        ended: Sequence[PendingOutcome | Failure],
+        ended: Sequence[PendingOutcome | PendingChoice | ChoiceOutcome | Failure],
         block_size: int,
         traces: Traces,
         stages: Stages,
-        choices: Sequence[ChoiceOutcome] = (),
     ) -> None:
-        self._choices = choices
-        self._pending = [part for part in ended if isinstance(part, PendingOutcome)]
-        self._failures = [part for part in ended if isinstance(part, Failure)]
+        self._pending = [part for part in ended if isinstance(part, PendingOutcome | PendingChoice)]
+        self._known = [part for part in ended if isinstance(part, ChoiceOutcome | Failure)]
         self._block_size = block_size
         self._traces = traces
         self._stages = stages
-        self._numbers = torch.empty(0, 2, dtype=torch.int64)
+        numbers = [part.numbers() for part in self._pending]
+        self._sizes = [len(part) for part in numbers]
+        self._numbers = torch.empty(0, dtype=torch.int64)
         self._copied: torch.cuda.Event | None = None
         if self._pending:
-            on_device = torch.stack([part.numbers() for part in self._pending])
+            on_device = torch.cat(numbers)
             self._numbers = on_device.to("cpu", non_blocking=True)
             if on_device.is_cuda:
                 self._copied = torch.cuda.Event(blocking=True)
@@ -94,12 +120,11 @@ class Outcomes:
         """Wait for the copy and return the outcomes in this stage's layers."""
         if self._copied is not None:
             self._copied.synchronize()
-        numbers = zip(self._pending, self._numbers.tolist(), strict=True)
+        numbers = zip(self._pending, self._numbers.split(self._sizes), strict=True)
         outcomes = [
-            pending.of_stage(num_token_blocks, num_vision, self._block_size)
-            for pending, (num_token_blocks, num_vision) in numbers
+            pending.of_stage(of_one.tolist(), self._block_size) for pending, of_one in numbers
         ]
-        return [*outcomes, *self._choices, *self._failures]
+        return [*outcomes, *self._known]
 
     def read(self) -> list[Outcome | ChoiceOutcome | Failure]:
         """Wait for the copy and for all stages, store traces, and return what is to be counted.
@@ -108,7 +133,11 @@ class Outcomes:
             Outcomes in all layers: failures, first evictions, and all evictions of requests that
             asked for a report. And outcomes of choices.
         """
-        evictions = {pending.eviction.request_id: pending.eviction for pending in self._pending}
+        evictions = {
+            pending.eviction.request_id: pending.eviction
+            for pending in self._pending
+            if isinstance(pending, PendingOutcome)
+        }
         found: list[Outcome | ChoiceOutcome | Failure] = []
         for part in self._stages.join(self.of_stage()):
             if isinstance(part, Failure):
@@ -141,7 +170,6 @@ def start_trace(
     decision: Decision,
     num_token_blocks: int,
     num_answer: int | None = None,
-    recalled: float | None = None,
 ) -> Trace | None:
     """Start the copy of a trace to the host, if the request asked for one.
 
@@ -150,7 +178,6 @@ def start_trace(
     Args:
         num_token_blocks: blocks that were dealt.
         num_answer: tokens of the answer at a choice that follows the eviction.
-        recalled: tokens that came back by it, mean over layers and heads.
     """
 
     def on_host(array: torch.Tensor) -> np.ndarray:
@@ -183,5 +210,4 @@ def start_trace(
         preferred=scored.policy.retention.preferred,
         sinks=scored.prompt.sinks,
         sketch_blocks=eviction.num_sketch,
-        recalled=recalled,
     )

@@ -7,7 +7,8 @@
                        -> the tokens that come are read from the tier
     the next step      they take the slots of the tokens that go
 
-The pages of every (layer, head), and so the page tables, stay as the cut left them.
+The pages of every (layer, head), and so the page tables, stay as the cut left them. A GPU reads the
+tokens itself, right after the choice, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
+from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.recall import RecallOptions
-from vllm_tgvkv.kernels.exchange import exchange
+from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.exchange import Exchange, exchange
 from vllm_tgvkv.kernels.row_chunks import observe_logits
+from vllm_tgvkv.kernels.sketch import sketch_bytes
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.policies import LayerView, Policy, Prompt
 from vllm_tgvkv.recall.sketches import SketchPages
 from vllm_tgvkv.recall.tier import Tier, TierError
-from vllm_tgvkv.shared.plan import Choice, ChoiceOutcome, Eviction
+from vllm_tgvkv.shared.plan import Choice, Eviction
 from vllm_tgvkv.shared.prompt import CHOICE_ROWS
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 from vllm_tgvkv.worker.due import DueEviction
-from vllm_tgvkv.worker.outcomes import start_trace
+from vllm_tgvkv.worker.outcomes import PendingChoice, start_trace
 
 logger = init_logger("vllm.tgvkv")
 
 _LOGITS_BYTES = 4 << 20
-"""Bound of the logits of layers that are scored together, or one layer's."""
+"""On a CPU, bound of the logits of layers that are scored together, or one layer's."""
 
 
 @dataclass
@@ -77,17 +81,13 @@ class _Votes(NamedTuple):
 
 
 @dataclass
-class _Exchange:
+class _Due:
     """Tokens that are on their way from the tier."""
 
     request_id: str
     row: _Row
-    tokens: Callable[[], Tensor]
-    """Waits for them."""
-    slots: Tensor
-    """Slots of the pool, int64 [n]."""
-    positions: Tensor
-    """Of the tokens in the region's slots afterwards, int32 [pages, N]."""
+    end: Callable[[], None]
+    """Waits for them, and lets them take their slots."""
 
 
 class Recaller:
@@ -109,7 +109,7 @@ class Recaller:
         self._scratch = Scratch()
         """Of this part's own: choices come every few steps, and mapping memory takes as long."""
         self._rows: dict[str, _Row] = {}
-        self._exchanges: list[_Exchange] = []
+        self._due: list[_Due] = []
         """Oldest first."""
         self._failed: list[str] = []
 
@@ -117,22 +117,19 @@ class Recaller:
         """Drop the rows of requests whose recall ended, and let tokens take their slots."""
         for request_id in ended:
             self._forget(request_id)
-        waiting, self._exchanges = self._exchanges, []
+        waiting, self._due = self._due, []
         for due in waiting:
             # Unless it was cut meanwhile, or has no region any more.
             if self._rows.get(due.request_id) is due.row:
-                self._put(due)
+                self._end(due)
 
-    def _put(self, due: _Exchange) -> None:
-        request_id, row = due.request_id, due.row
+    def _end(self, due: _Due) -> None:
         try:
-            self._tier.put(due.tokens(), due.slots)
+            due.end()
         except TierError as error:
-            logger.error("KV eviction: %s has no recall any more: %s", request_id, error)
-            self._forget(request_id)
-            self._failed.append(request_id)
-            return
-        self._context.regions.store_positions(row.blocks, due.positions)
+            logger.error("KV eviction: %s has no recall any more: %s", due.request_id, error)
+            self._forget(due.request_id)
+            self._failed.append(due.request_id)
 
     def _forget(self, request_id: str) -> None:
         if (row := self._rows.pop(request_id, None)) is not None:
@@ -166,7 +163,7 @@ class Recaller:
                 votes=[],
             )
         elif eviction.tier_blocks is not None:
-            tier_blocks = self._context.to_device(eviction.tier_blocks).long()
+            tier_blocks = eviction.tier_blocks
             num_candidates = due.prompt.num_candidates
             self._sketches.write(due.keys.tables.long(), num_candidates, sketch_blocks)
             self._tier.write(due.keys.blocks[: eviction.num_replaced].long(), tier_blocks)
@@ -175,14 +172,14 @@ class Recaller:
                 replace(due.policy, pooling=due.policy.pooling.serving(self._every + 1)),
                 due.prompt.sinks,
                 num_candidates,
-                tier_blocks,
+                self._context.to_device(tier_blocks).long(),
                 sketch_blocks,
                 token_blocks,
                 offsets,
                 positions,
             )
 
-    def choose(self, choice: Choice) -> tuple[ChoiceOutcome, Decision] | None:
+    def choose(self, choice: Choice) -> tuple[PendingChoice, Decision] | None:
         """Choose a row's tokens again, after the step's layers; None if it has no recall.
 
         Both are of this worker's layers and heads. If the method raises, the row keeps what it has
@@ -200,29 +197,21 @@ class Recaller:
             self._failed.append(choice.request_id)
             return None
 
-    def _choose(self, row: _Row, choice: Choice) -> tuple[ChoiceOutcome, Decision]:
+    def _choose(self, row: _Row, choice: Choice) -> tuple[PendingChoice, Decision]:
         scored = self._score(row, choice)
-        shape = self._context.shape
+        context, shape = self._context, self._context.shape
         counts = row.offsets.diff().long().view(shape.num_layers, shape.num_heads)
         decision = scored.fill(counts, len(row.blocks))
         positions = exchange(row.positions, decision.positions, row.offsets, row.num_candidates)
-        # How many tokens move is known from the data only: this is for CPUs.
-        moved = (positions != row.positions).flatten().nonzero().squeeze(1)
-        page = moved // shape.block_size
-        pair = torch.searchsorted(row.offsets, page, right=True) - 1
-        slots = self._tier.slots(row.tier_blocks, pair, positions.flatten()[moved].long())
-        where = self._pages(row)[page] * shape.block_size + moved % shape.block_size
-        name, tokens = choice.request_id, self._tier.fetch(slots)
-        self._exchanges.append(_Exchange(name, row, tokens, where, positions))
+        moves = Exchange(row.positions, positions, row.offsets, row.blocks, row.tier_blocks)
+        name, end = choice.request_id, self._tier.exchange(moves, context.regions.positions)
+        self._due.append(_Due(name, row, end))
         row.positions = positions
         num_answer = choice.num_tokens - row.eviction.prompt.num_tokens
-        trace, moved_by_pair = None, len(moved) / shape.num_pairs
-        if self._context.ranks.size == 1:  # others know their own heads only
-            num_blocks = len(row.blocks)
-            trace = start_trace(
-                row.eviction, scored, decision, num_blocks, num_answer, moved_by_pair
-            )
-        return ChoiceOutcome(name, num_answer, moved_by_pair, shape.num_pairs, trace), decision
+        trace = None
+        if context.ranks.size == 1:  # others know their own heads only
+            trace = start_trace(row.eviction, scored, decision, len(row.blocks), num_answer)
+        return PendingChoice(name, num_answer, moves.num_moved, shape.num_pairs, trace), decision
 
     def _score(self, row: _Row, choice: Choice) -> ScoredPrompt:
         """Score all of a prompt by its sketch, layer by layer."""
@@ -243,7 +232,7 @@ class Recaller:
         row.votes[:] = (votes for votes in row.votes if votes.num_tokens > counts_from)
         combine = torch.maximum if row.policy.reduction == "max" else torch.add
         scores, found = [], []
-        for layers, scale in self._parts(len(stored), num_tokens):
+        for layers, scale in self._parts(row, len(stored), num_tokens):
             num_layers = layers.stop - layers.start
             first, num_pairs = layers.start * shape.num_heads, num_layers * shape.num_heads
             size = num_pairs, shape.group_size, len(stored), num_tokens
@@ -293,19 +282,42 @@ class Recaller:
             floor_pages=0,
         )
 
-    def _parts(self, num_rows: int, num_tokens: int) -> Iterator[tuple[slice, float]]:
-        """Yield layers that are scored together, whose logits fit a cache, and their scale."""
-        shape, first = self._context.shape, 0
-        layer_bytes = 4 * shape.num_heads * shape.group_size * num_rows * num_tokens
-        most = max(1, _LOGITS_BYTES // layer_bytes)
+    def _parts(self, row: _Row, num_rows: int, num_tokens: int) -> Iterator[tuple[slice, float]]:
+        """Yield layers that are scored together, and their scale."""
+        context, first = self._context, 0
+        if gpu.runs(context.pool.raw):  # where few launches count, and not what a cache holds
+            sizes = context.shape, row.policy, self._sketches.bits, num_rows, row.num_candidates
+            most = context.workspace_bytes // layer_bytes(*sizes, num_tokens)
+        else:
+            most = _LOGITS_BYTES // logits_bytes(context.shape, num_rows, num_tokens)
         for scale, alike in groupby(self._scales):
             last = first + len(list(alike))
-            for start in range(first, last, most):
-                yield slice(start, min(start + most, last)), scale
+            for start in range(first, last, step := max(1, most)):
+                yield slice(start, min(start + step, last)), scale
             first = last
 
-    def _pages(self, row: _Row) -> Tensor:
-        """Return the pool's pages of a region's pages, int64 [pages]."""
-        num_pairs = self._context.shape.num_pairs
-        pairs = torch.arange(num_pairs, device=row.blocks.device)
-        return (row.blocks[:, None] * num_pairs + pairs).flatten()
+
+def logits_bytes(shape: CacheShape, num_rows: int, num_tokens: int) -> int:
+    """Return the bytes of a layer's logits of rows that vote."""
+    return 4 * shape.num_heads * shape.group_size * num_rows * num_tokens
+
+
+def layer_bytes(
+    shape: CacheShape,
+    policy: Policy,
+    bits: int,
+    num_rows: int,
+    num_candidates: int,
+    num_tokens: int,
+) -> int:
+    """Return the most bytes that a part of a choice takes for each layer: its largest buffer.
+
+    That is logits, scores, the sketch, or the keys behind it as they are and in float32.
+    """
+    tail = (num_tokens - num_candidates) * shape.head_size
+    return max(
+        logits_bytes(shape, num_rows, num_tokens),
+        shape.num_heads * num_tokens * policy.scoring_bytes(num_rows),
+        shape.num_heads * sketch_bytes(num_candidates, shape.head_size, bits),
+        shape.num_heads * tail * 8,
+    )

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 
 from oracle.emulation import Oracle
-from tests.engine import flash_on_cpu
+from tests.engine import flash_on_cpu, test_recall
 from tests.engine.questions import MIXES, album, budget, ladder, tgv
 from tests.engine.running import Ask, SteppedEngine, assert_agrees, assert_close, engine
 from tests.engine.test_cuts import LATER, Case, step_xargs
@@ -24,6 +24,7 @@ from tests.engine.test_engine import (
     test_extreme_shares_make_ragged_caches,  # noqa: F401 - runs here as well
     test_lengths_around_block_borders,  # noqa: F401
 )
+from tests.gpu.conftest import multiply_bfloat16
 from tests.models import random_text
 from vllm_tgvkv.attention import cuda as attention_cuda
 from vllm_tgvkv.config.server import EvictionConfig
@@ -174,6 +175,27 @@ def test_every_kernel_as_an_interpreted_triton_kernel(
     with engine(folder, tgv("head", decode_kernel=decode_kernel), block_size=16) as running:
         assert_agrees(running, oracle, asks)
     assert flash_on_cpu.ReplayingBuilder.num_replays > before + 9
+
+
+@pytest.mark.parametrize("kernels", ["pytorch", "triton"])
+def test_recall_scheduled_ahead(
+    folder: Path, oracle: Oracle, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices follow steps that are graphs, or the step that cuts; the server has warmed up."""
+    if kernels == "triton":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(gpu, "on_cpu", True)
+        multiply_bfloat16(monkeypatch)
+    flash_on_cpu.schedule_ahead(monkeypatch)
+    settings = {**test_recall.SETTINGS, "recall": test_recall.RECALL}
+    asks = [test_recall.ask(seed, method, 25) for seed, method in enumerate(("reach", "snapkv"))]
+    before = flash_on_cpu.ReplayingBuilder.num_storing
+    with engine(folder, settings, max_num_seqs=4) as running:
+        assert running.core.async_scheduling
+        warm_up(running.evictor)
+        for asked, output in zip(asks, running.run(asks), strict=True):
+            assert test_recall.assert_agrees(running, oracle, asked, output) > 5
+    assert flash_on_cpu.ReplayingBuilder.num_storing > before + 9
 
 
 @pytest.mark.nightly

@@ -442,18 +442,20 @@ def test_the_page_has_these_formulas() -> None:
     page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     _, _, section = page.partition("## Memory outside the pool")
     formulas = dict(re.findall(r"^\| (\w[\w ]*) \| `([^`]+)` \|", section, re.MULTILINE))
-    for method, granularity, decode in (
-        ("h2o", "head", None),
-        ("tgv", "layer", None),
-        ("dbtrimkv", "head", CUT_AGAIN),
-        ("kvzap", "head", None),
-        ("prefixkv", "layer", CUT_AGAIN),
+    for method, granularity, more in (
+        ("h2o", "head", {}),
+        ("tgv", "layer", {}),
+        ("dbtrimkv", "head", {"decode": CUT_AGAIN}),
+        ("kvzap", "head", {}),
+        ("prefixkv", "layer", {"decode": CUT_AGAIN}),
+        ("snapkv", "head", {"recall": {"gib": 3.5, "every": 5}}),
     ):
-        config = settings(method, granularity, decode=decode)
+        config = settings(method, granularity, **more)
         sizes = replace(SIZES, step_tokens=8192, max_tokens=1 << 15, table_width=2048)
         policy = config.build_policy(method)
         found = {
             **memory._of_server(config, sizes),
+            **memory._of_recall(config, sizes),
             **memory._of_method(config, policy, sizes),
         }
         gates = config.gates
@@ -477,13 +479,16 @@ def test_the_page_has_these_formulas() -> None:
             "min": min,
             "all": int(method == "h2o"),
             "attends": int(policy.score.rows != "none"),
-            **dict.fromkeys(("decode", "waits"), int(decode is not None)),
+            "T": 3.5 * 2**30 * ("recall" in more) / (4 * SHAPE.head_size),
+            "every": 5,
+            **dict.fromkeys(("decode", "waits"), int(bool(more))),
             "gates": int(gates is not None),
         }
         checked = {name: eval(formula, {}, symbols) for name, formula in formulas.items()}
         of_block = checked.pop("region state") + checked.pop("gate outputs")
         assert of_block == memory_outside_pool(config, sizes).block_bytes
-        assert checked == {"gates": 0} | {name: found[name] for name in checked if name in found}
+        absent = {"gates": 0, "votes": 0, "way to the tier": checked["way to the tier"]}
+        assert checked == absent | {name: found[name] for name in checked if name in found}
         assert found.keys() - checked.keys() == {"statistics", "work"}
 
 

@@ -52,6 +52,7 @@ class Tier(ABC):
         """Slots of a block."""
         self._width = 2 * shape.head_size
         self._slot_bytes = self._width * self._keys.element_size()
+        self.num_blocks = num_blocks
         self.num_bytes = num_blocks * self._slots * self._slot_bytes
 
     def write(self, pool_blocks: Tensor, blocks: np.ndarray) -> None:
@@ -156,15 +157,16 @@ class PinnedTier(MemoryTier):
 
     def _pin(self) -> None:
         # PyTorch's own pinned memory has sizes that are powers of two.
-        cudart, address = torch.cuda.cudart(), self._memory.data_ptr()
-        result = cudart.cudaHostRegister(address, self.num_bytes, 0)
+        address = self._memory.data_ptr()
+        result = torch.cuda.cudart().cudaHostRegister(address, self.num_bytes, 0)
         if result.value or not self._memory.is_pinned():
             raise UnsupportedByEvictionError(
                 f"recall.gib asks for {self.num_bytes / 2**30:.1f} GiB of pinned memory for this "
                 f"worker's part of the tier, which the driver refuses ({result}): give less, raise "
                 "the limit of locked memory (ulimit -l), or leave out recall"
             )
-        weakref.finalize(self, cudart.cudaHostUnregister, address).atexit = False
+        free = torch.cuda.cudart().cudaHostUnregister
+        weakref.finalize(self, free, address).atexit = False
 
     def exchange(self, exchange: Exchange, stored: Tensor) -> Callable[[], None]:
         torch.cuda.current_stream().wait_event(self._written)

@@ -11,14 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.config.recall import RecallOptions
 from vllm_tgvkv.config.server import NONE, EvictionConfig
 from vllm_tgvkv.kernels.importance import WINDOW
 from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
 from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY as REDUNDANCY_BYTES
 from vllm_tgvkv.kernels.select import KEY_BYTES as RANKING_BYTES
+from vllm_tgvkv.kernels.sketch import sketch_bytes
 from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_WORKSPACES
 from vllm_tgvkv.policies import Policy
+from vllm_tgvkv.recall.tier import staging_bytes
+from vllm_tgvkv.shared.prompt import CHOICE_ROWS
 from vllm_tgvkv.summaries.blocks import bytes_of_writing
+from vllm_tgvkv.worker.recaller import layers_at_once, logits_bytes
 
 _TABLE_BYTES = 64 << 20
 """Page tables of several layers, see `attention/cuda.py`."""
@@ -28,6 +33,10 @@ _DECODE_PROGRAMS = 2048
 
 _PARTIAL_SUMS = 4 << 20
 """Partial sums of the programs of the statistics."""
+
+
+_BYTES_OF_CHOICE = 64
+"""For each token and pair, while the tokens that come and go are found."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,8 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     # output.
     of_keys = config.keeps_positions + (config.gates is not None)
     of_block = 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
-    return Memory({**_of_server(config, sizes), **methods[method]}, of_block, method)
+    lines = {**_of_server(config, sizes), **_of_recall(config, sizes), **methods[method]}
+    return Memory(lines, of_block, method)
 
 
 def _of_server(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
@@ -121,6 +131,33 @@ def _of_server(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
     of_layer = 4 * sequences * sizes.table_width
     tables = max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES))
     return {"lengths": lengths + 4 * (sequences + 1), "page tables": tables, **lines}
+
+
+def _of_recall(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
+    """Return what recall keeps for all steps."""
+    recall, shape = config.recall, sizes.shape
+    if recall is None:
+        return {}
+    slot_bytes = 2 * shape.head_size * sizes.element_bytes
+    # Votes of every token in the tier, and positions of those of them that are kept.
+    numbers = -(-CHOICE_ROWS // recall.every) + 1
+    return {
+        "votes": 4 * numbers * (int(recall.gib * 2**30) // slot_bytes),
+        "way to the tier": staging_bytes(shape.num_pairs * shape.block_size * slot_bytes),
+    }
+
+
+def _of_choice(recall: RecallOptions, policy: Policy, sizes: Sizes) -> int:
+    """Return what choosing tokens of one row again takes, with a budget of 1."""
+    shape, tokens = sizes.shape, sizes.max_tokens
+    rows = min(CHOICE_ROWS, recall.every)
+    num_layers = layers_at_once(shape, recall.sketch, rows, tokens, sizes.workspace_bytes)
+    # Logits and a buffer as large, and of each head its scores, and the sketch or the newest keys.
+    scores = shape.num_heads * tokens * policy.scoring_bytes(rows)
+    sketch = shape.num_heads * sketch_bytes(tokens, shape.head_size, recall.sketch)
+    of_layer = 2 * logits_bytes(shape, rows, tokens) + scores + sketch
+    newest = 2 * sizes.workspace_bytes
+    return num_layers * of_layer + newest + _BYTES_OF_CHOICE * shape.num_pairs * tokens
 
 
 def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str, int]:
@@ -149,6 +186,8 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         stacked + _of_copy(policy, sizes, num_sets),
         stacked + (bytes_of_writing(shape, tokens) if policy.summaries is not None else 0),
     )
+    if config.recall is not None:
+        work = max(work, _of_choice(config.recall, policy, sizes))
     if config.keeps_positions:  # to find the keys of a compressed request, see `RaggedKeys`
         work += 64 * shape.num_pairs * tokens
     return {**lines, "work": work}

@@ -101,8 +101,8 @@ class Recaller:
         scales: Sequence[float],
     ) -> None:
         """Make it; `scales` has the factor of products of queries and keys by layer."""
+        self.tier = tier
         self._context = context
-        self._tier = tier
         self._sketches = SketchPages(context.pool, options.sketch)
         self._every = options.every
         self._scales = scales
@@ -166,7 +166,7 @@ class Recaller:
             tier_blocks = eviction.tier_blocks
             num_candidates = due.prompt.num_candidates
             self._sketches.write(due.keys.tables.long(), num_candidates, sketch_blocks)
-            self._tier.write(due.keys.blocks[: eviction.num_replaced].long(), tier_blocks)
+            self.tier.write(due.keys.blocks[: eviction.num_replaced].long(), tier_blocks)
             self._rows[eviction.request_id] = _Row(
                 eviction,
                 replace(due.policy, pooling=due.policy.pooling.serving(self._every + 1)),
@@ -204,7 +204,7 @@ class Recaller:
         decision = scored.fill(counts, len(row.blocks))
         positions = exchange(row.positions, decision.positions, row.offsets, row.num_candidates)
         moves = Exchange(row.positions, positions, row.offsets, row.blocks, row.tier_blocks)
-        name, end = choice.request_id, self._tier.exchange(moves, context.regions.positions)
+        name, end = choice.request_id, self.tier.exchange(moves, context.regions.positions)
         self._due.append(_Due(name, row, end))
         row.positions = positions
         num_answer = choice.num_tokens - row.eviction.prompt.num_tokens
@@ -225,6 +225,7 @@ class Recaller:
             sinks=row.sinks,
             images=row.eviction.prompt.vision,
         )
+        size = shape.block_size
         stored, positions = context.to_device(choice.stored), context.to_device(choice.rows)
         tail = context.to_device(choice.tail_blocks).long()
         # Every row votes once, and its vote counts at all choices of the next tokens.
@@ -232,11 +233,11 @@ class Recaller:
         row.votes[:] = (votes for votes in row.votes if votes.num_tokens > counts_from)
         combine = torch.maximum if row.policy.reduction == "max" else torch.add
         scores, found = [], []
-        for layers, scale in self._parts(row, len(stored), num_tokens):
+        for layers, scale in self._parts(len(stored), num_tokens):
             num_layers = layers.stop - layers.start
             first, num_pairs = layers.start * shape.num_heads, num_layers * shape.num_heads
-            size = num_pairs, shape.group_size, len(stored), num_tokens
-            logits = self._scratch.take("recalled", size, tail.device)
+            of_logits = num_pairs, shape.group_size, len(stored), num_tokens
+            logits = self._scratch.take("recalled", of_logits, tail.device)
             products = logits.flatten(1, 2)
             queries = context.queries.load(layers, stored).float().mul_(scale)
             # [layers, O, H * G, D] -> [pairs, G * O, D]
@@ -245,10 +246,12 @@ class Recaller:
                 row.sketch_blocks, first, num_candidates, queries, products, self._scratch
             )
             pairs = torch.arange(first, first + num_pairs, device=tail.device)[:, None]
-            newest = context.pool.keys[tail * shape.num_pairs + pairs].float().flatten(1, 2)
-            keys = newest[:, : num_tokens - num_candidates].transpose(1, 2)
-            # Into the slice at once it would take ten times as long on a CPU.
-            products[..., num_candidates:] = torch.bmm(queries, keys)
+            for start, end in self._tail_parts(num_pairs, num_candidates, num_tokens):
+                part = tail[(start - num_candidates) // size : -(-(end - num_candidates) // size)]
+                newest = context.pool.keys[part * shape.num_pairs + pairs].float().flatten(1, 2)
+                keys = newest[:, : end - start].transpose(1, 2)
+                # Into the slice at once it would take ten times as long on a CPU.
+                products[..., start:end] = torch.bmm(queries, keys)
             attention = observe_logits(
                 logits,
                 positions,
@@ -282,42 +285,43 @@ class Recaller:
             floor_pages=0,
         )
 
-    def _parts(self, row: _Row, num_rows: int, num_tokens: int) -> Iterator[tuple[slice, float]]:
+    def _parts(self, num_rows: int, num_tokens: int) -> Iterator[tuple[slice, float]]:
         """Yield layers that are scored together, and their scale."""
         context, first = self._context, 0
-        if gpu.runs(context.pool.raw):  # where few launches count, and not what a cache holds
-            sizes = context.shape, row.policy, self._sketches.bits, num_rows, row.num_candidates
-            most = context.workspace_bytes // layer_bytes(*sizes, num_tokens)
-        else:
-            most = _LOGITS_BYTES // logits_bytes(context.shape, num_rows, num_tokens)
+        if gpu.runs(context.pool.raw):
+            sizes = context.shape, self._sketches.bits, num_rows, num_tokens
+            most = layers_at_once(*sizes, context.workspace_bytes)
+        else:  # logits that fit a cache
+            most = max(1, _LOGITS_BYTES // logits_bytes(context.shape, num_rows, num_tokens))
         for scale, alike in groupby(self._scales):
             last = first + len(list(alike))
-            for start in range(first, last, step := max(1, most)):
-                yield slice(start, min(start + step, last)), scale
+            for start in range(first, last, most):
+                yield slice(start, min(start + most, last)), scale
             first = last
+
+    def _tail_parts(self, num_pairs: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield parts of the tokens behind the region, whose keys fit the workspace in float32."""
+        shape = self._context.shape
+        page_bytes = 4 * num_pairs * shape.block_size * shape.head_size
+        step = max(1, self._context.workspace_bytes // page_bytes) * shape.block_size
+        for first in range(start, end, step):
+            yield first, min(first + step, end)
+
+
+def layers_at_once(
+    shape: CacheShape, bits: int, num_rows: int, num_tokens: int, workspace_bytes: int
+) -> int:
+    """Return how many layers a GPU scores together: their logits and sketches fit the workspace.
+
+    Every part takes some dozens of launches, which cost the host more than the GPU.
+    """
+    of_layer = max(
+        logits_bytes(shape, num_rows, num_tokens),
+        shape.num_heads * sketch_bytes(num_tokens, shape.head_size, bits),
+    )
+    return max(1, min(shape.num_layers, workspace_bytes // of_layer))
 
 
 def logits_bytes(shape: CacheShape, num_rows: int, num_tokens: int) -> int:
     """Return the bytes of a layer's logits of rows that vote."""
     return 4 * shape.num_heads * shape.group_size * num_rows * num_tokens
-
-
-def layer_bytes(
-    shape: CacheShape,
-    policy: Policy,
-    bits: int,
-    num_rows: int,
-    num_candidates: int,
-    num_tokens: int,
-) -> int:
-    """Return the most bytes that a part of a choice takes for each layer: its largest buffer.
-
-    That is logits, scores, the sketch, or the keys behind it as they are and in float32.
-    """
-    tail = (num_tokens - num_candidates) * shape.head_size
-    return max(
-        logits_bytes(shape, num_rows, num_tokens),
-        shape.num_heads * num_tokens * policy.scoring_bytes(num_rows),
-        shape.num_heads * sketch_bytes(num_candidates, shape.head_size, bits),
-        shape.num_heads * tail * 8,
-    )

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.kernels.sketch import sketch_bytes
 from vllm_tgvkv.shared.budget import Guard
-from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, StepPlan
-from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters, voters
+from vllm_tgvkv.shared.plan import Choice, ColumnSumChunk, Eviction, Failure, Observation, StepPlan
+from vllm_tgvkv.shared.prompt import CHOICE_ROWS, PromptMap, VisionSpan, Voters, voters
 from vllm_tgvkv.worker.evictor import Evictor
 
 _PROMPT_BLOCKS = np.arange(1, 6, dtype=np.int32)
@@ -26,29 +27,38 @@ class WarmUpError(RuntimeError):
 def warm_up(evictor: Evictor) -> None:
     """Evict a made-up prompt with the server's method and budget, twice if it can cut again.
 
-    If the server waits for answers, the prompt has some tokens of one. Call it before the cache is
-    used: it writes the pool's first blocks and clears them again. A pool with fewer blocks is left
-    alone; it is too small for eviction to be of use.
+    If the server waits for answers, the prompt has some tokens of one. If it recalls, tokens are
+    chosen again. Call it before the cache is used: it writes the pool's first blocks and clears
+    them again. A pool or a tier with fewer blocks is left alone; it is too small to be of use.
 
     Raises:
         WarmUpError: if the eviction fails. A server would fail every request in the same way.
     """
     pool, config = evictor.pool, evictor.config
     policy = config.build_policy(config.policy)
+    size, tier_blocks, num_sketch = pool.shape.block_size, None, 0
+    num_tokens = 4 * size + 1  # four full blocks and a tail
+    if config.recall is not None and evictor.recaller is not None:
+        tier_blocks = np.arange(num_tokens // size, dtype=np.int32)
+        if evictor.recaller.tier.num_blocks < len(tier_blocks):
+            return
+        in_bytes = sketch_bytes(size * len(tier_blocks), pool.shape.head_size, config.recall.sketch)
+        num_sketch = -(-in_bytes // pool.raw[0].nbytes)
     # A block of tokens, and summaries of both kinds of them.
-    first_region = np.arange(3 if policy.summaries else 1, dtype=np.int32) + 1 + len(_PROMPT_BLOCKS)
+    first_region = np.arange(3 if policy.summaries else 1 + num_sketch, dtype=np.int32)
+    first_region += 1 + len(_PROMPT_BLOCKS)
     second_region = first_region + len(first_region)
     num_blocks = 1 + int(second_region[-1])
     if pool.num_blocks < num_blocks:
         return
-    size = pool.shape.block_size
-    num_tokens = 4 * size + 1  # four full blocks and a tail
     prompt = PromptMap(num_tokens, (VisionSpan(size, 2 * size, None),))
     budget, defer = config.first_eviction(config.policy)
     guard = budget.guard(num_tokens, 2 * size, size)
     num_answer = min(defer, size - 1)  # as many as the tail holds
     blocks = (_PROMPT_BLOCKS, first_region, size)
     plans = [made_up_step(config, prompt, guard, *blocks, num_answer)]
+    (eviction,) = plans[0].evictions
+    plans[0].evictions = [replace(eviction, num_sketch=num_sketch, tier_blocks=tier_blocks)]
     if config.keeps_positions and policy.cuts_again:
         plans.append(_later_step(plans[0].evictions[0], size, second_region))
     # Statistics of long prompts exceed the workspace and use other kernels.
@@ -61,7 +71,7 @@ def warm_up(evictor: Evictor) -> None:
 
 
 def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:
-    """Evict, read what is left of summaries, and release the regions."""
+    """Evict, choose again, read what is left of summaries, and release the regions."""
     shape = evictor.shape
     num_heads = shape.num_heads * shape.group_size
     queries = evictor.pool.raw.new_zeros(5 * shape.block_size, num_heads, shape.head_size)
@@ -72,17 +82,33 @@ def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:
             evictor.observe_layer(layer, queries, 1.0)
     for ended in evictor.ended:
         if isinstance(ended, Failure):
-            raise WarmUpError(
-                f"the eviction that warms up method {evictor.config.policy!r} failed: "
-                f"{ended.error}. The log has the traceback above. If memory ran out, lower "
-                "--gpu-memory-utilization or --max-model-len; if a kernel did not compile, run "
-                "python -m vllm_tgvkv.kernels.gpu.compile and check Triton and the driver; or "
-                "choose another method with --kv-eviction, or leave out --kv-eviction"
-            )
+            raise _failed(evictor, ended.error)
+    if evictor.recaller is not None and evictor.recaller.choose(_choice(evictor, plans[-1])) is None:
+        raise _failed(evictor, "no tokens could be chosen again")
     if evictor.summaries.are_used:
         _read_summaries(evictor, plans[-1].evictions[0], queries)
     regions = [int(plan.evictions[0].new_blocks[0]) for plan in plans]
-    evictor.begin_step(StepPlan(released=regions))
+    evictor.begin_step(StepPlan(released=regions, unrecallable=[_NAME]))
+
+
+def _failed(evictor: Evictor, error: str) -> WarmUpError:
+    return WarmUpError(
+        f"the eviction that warms up method {evictor.config.policy!r} failed: {error}. The log has "
+        "the traceback above. If memory ran out, lower --gpu-memory-utilization or "
+        "--max-model-len; if a kernel did not compile, run "
+        "python -m vllm_tgvkv.kernels.gpu.compile and check Triton and the driver; or choose "
+        "another method with --kv-eviction, or leave out --kv-eviction"
+    )
+
+
+def _choice(evictor: Evictor, plan: StepPlan) -> Choice:
+    """Return a choice after the plan's eviction, in which as many rows vote as in any."""
+    assert evictor.config.recall is not None, "nothing comes back"
+    (eviction,) = plan.evictions
+    num_tokens = eviction.prompt.num_tokens + eviction.num_answer
+    rows = np.arange(num_tokens - min(CHOICE_ROWS, evictor.config.recall.every), num_tokens)
+    tail = eviction.old_blocks[eviction.num_replaced :]
+    return Choice(_NAME, num_tokens, rows, np.arange(1, len(rows) + 1), tail)
 
 
 def made_up_step(

@@ -26,9 +26,12 @@ from tests.engine.test_engine import (
 )
 from tests.gpu.conftest import multiply_bfloat16
 from tests.models import random_text
+from tests.unit.test_recall import LateCuda
 from vllm_tgvkv.attention import cuda as attention_cuda
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.recall import tier
+from vllm_tgvkv.recall.tier import PinnedTier
 from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 from vllm_tgvkv.worker.warm_up import warm_up
 
@@ -181,7 +184,10 @@ def test_every_kernel_as_an_interpreted_triton_kernel(
 def test_recall_scheduled_ahead(
     folder: Path, oracle: Oracle, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Choices follow steps that are graphs, or the step that cuts; the server has warmed up."""
+    """Choices follow steps that are graphs; the tier is a GPU's, whose copies end late."""
+    LateCuda(monkeypatch)
+    monkeypatch.setattr(flash_on_cpu.ReplayOnCPUWorker, "memory_tier", PinnedTier)
+    monkeypatch.setattr(tier, "_WORKSPACE_BYTES", 1)
     if kernels == "triton":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(gpu, "on_cpu", True)

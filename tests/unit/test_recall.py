@@ -147,8 +147,8 @@ class LateCuda:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: bool = False) -> None:
-        for name in ("Stream", "Event", "stream", "current_stream", "cudart"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        # For the tier alone: vLLM has stand-ins of its own on a CPU.
+        monkeypatch.setattr(tier_module, "torch", SimpleNamespace(**{**vars(torch), "cuda": self}))
         monkeypatch.setattr(tier_module, "get_accelerator_view_from_cpu_tensor", lambda x: x)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
         self._waiting: deque[Callable[[], Any]] = deque()

@@ -211,3 +211,6 @@ def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path]) -> Non
     asks = [replace(ask, logprobs=1) for ask in ladder()]
     with engine(folder, tgv("head"), block_size=16, dtype="bfloat16") as running:
         assert_close(running, Oracle(folder), asks)
+    recall = {**test_recall.SETTINGS, "recall": test_recall.RECALL}
+    with engine(folder, recall, block_size=16, dtype="bfloat16") as running:
+        test_recall.assert_close(running, Oracle(folder))

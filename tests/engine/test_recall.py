@@ -56,29 +56,8 @@ def assert_agrees(
     Returns:
         The number of its choices.
     """
-    config = running.scheduler.eviction_config
-    assert config.recall is not None
-    recall = Recall(config.recall.every, config.recall.sketch)
-    wanted = Eviction(
-        asked.xargs.get("kv_eviction_budget", 0.2),
-        SIZE,
-        method=asked.xargs["kv_eviction"],
-        defer=4,
-        observation_window=config.observation_window,
-        recall=recall if asked.xargs.get("kv_eviction_recall", 1) else None,
-        **more,
-    )
-    report, prompt = (
-        output.kv_transfer_params["kv_eviction"],
-        oracle.prompt(asked.text, asked.images),
-    )
-    told = [each["answer_tokens"] for each in report["recalls"]]
-    cuts = [
-        each["answer_tokens"] for each in report["cuts"] if each["cause"] in ("first", "pressure")
-    ]
-    kept = kept or running.kept_after_cuts(output.request_id)
-    # A cut and a choice never come after the same token.
-    by_token = dict(zip(sorted(cuts + told), kept, strict=True))
+    wanted, prompt = wanted_of(running, asked, **more), oracle.prompt(asked.text, asked.images)
+    by_token, told = kept_by_token(output, kept or running.kept_after_cuts(output.request_id))
     chosen = {after: by_token[after] for after in told}
     answer = oracle.answer(prompt, asked.max_tokens, wanted, stages, chosen=chosen)
     assert told == [after for after, _ in answer.choices]
@@ -93,8 +72,66 @@ def assert_agrees(
     # some of thousands are as good as equal. Steps that are 3 % too small move 12 % of the tokens.
     assert num_others <= 0.02 * num_kept, (num_others, num_kept)
     assert list(output.outputs[0].token_ids) == answer.tokens
+    report = output.kv_transfer_params["kv_eviction"]
     assert not told or any(each["recalled_tokens"] for each in report["recalls"])
     return len(told)
+
+
+def wanted_of(running: SteppedEngine, asked: Ask, **more: Any) -> Eviction:
+    """Return what the oracle shall do for a request; `more` are fields of it."""
+    config = running.scheduler.eviction_config
+    assert config.recall is not None
+    recall = Recall(config.recall.every, config.recall.sketch)
+    return Eviction(
+        asked.xargs.get("kv_eviction_budget", 0.2),
+        running.evictor.shape.block_size,
+        method=asked.xargs["kv_eviction"],
+        defer=4,
+        observation_window=config.observation_window,
+        recall=recall if asked.xargs.get("kv_eviction_recall", 1) else None,
+        **more,
+    )
+
+
+def kept_by_token(
+    output: Any, kept: Sequence[torch.Tensor]
+) -> tuple[dict[int, torch.Tensor], list[int]]:
+    """Return what a region held after each cut and choice by answer tokens, and which chose."""
+    report = output.kv_transfer_params["kv_eviction"]
+    told = [each["answer_tokens"] for each in report["recalls"]]
+    cuts = [
+        each["answer_tokens"] for each in report["cuts"] if each["cause"] in ("first", "pressure")
+    ]
+    # A cut and a choice never come after the same token.
+    return dict(zip(sorted(cuts + told), kept, strict=True)), told
+
+
+def assert_close(running: SteppedEngine, oracle: Oracle) -> None:
+    """Serve requests in bf16, whose tokens and choices the oracle follows.
+
+    The bounds are those of `running.assert_close`. Without recall it deviates more.
+    """
+    asks = [
+        replace(ask(seed, method, 40, kv_eviction_budget=0.2), logprobs=1)
+        for seed, method in enumerate(("reach", "snapkv"))
+    ]
+    for asked, output in zip(asks, running.run(asks), strict=True):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        by_token, told = kept_by_token(output, running.kept_after_cuts(output.request_id))
+        chosen = {after: by_token[after] for after in told}
+        assert len(told) > 5
+        steps = zip(completion.logprobs, tokens, strict=True)
+        ours = torch.tensor([step[token].logprob for step, token in steps])
+        prompt, wanted = oracle.prompt(asked.text, asked.images), wanted_of(running, asked)
+
+        def deviation(eviction: Eviction) -> float:
+            answer = oracle.answer(prompt, len(tokens), eviction, tokens=tokens, chosen=chosen)
+            theirs = answer.logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+            return float((theirs - ours).abs().max())
+
+        assert deviation(wanted) < 0.5
+        assert deviation(replace(wanted, recall=None)) > 0.5
 
 
 @pytest.mark.parametrize("tier", ["memory", "file"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
-from tests.engine import test_summaries
+from tests.engine import test_recall, test_summaries
 from tests.engine.running import Ask, SteppedEngine, assert_close, engine
 from tests.engine.test_engine import BUDGETS, album, budget, tgv
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
@@ -144,6 +144,16 @@ def test_summaries_of_evicted_tokens(
     with engine(folder, test_summaries.SETTINGS, enforce_eager=eager, **options) as running:
         assert_runner(running, runner)
         test_summaries.assert_close(running, Oracle(folder))
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_recall(tiny_model: Callable[..., Path], runner: str, eager: bool) -> None:
+    """Tokens come back from pinned memory, every three steps."""
+    folder = tiny_model("llava", image_size=112, head_size=64)
+    settings = {**test_recall.SETTINGS, "recall": test_recall.RECALL}
+    with engine(folder, settings, enforce_eager=eager, **OPTIONS) as running:
+        assert_runner(running, runner)
+        test_recall.assert_close(running, Oracle(folder))
 
 
 def test_a_prompt_that_ends_with_one_token(

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +15,12 @@ from hypothesis import strategies as st
 
 from oracle import kernels as reference
 from tests.gpu.test_copy import FORMATS, pools_of
+from tests.unit.test_recall import assert_gives_back, make_pool
 from vllm_tgvkv.kernels.copy import as_integers
 from vllm_tgvkv.kernels.exchange import Exchange, exchange, fetch_tokens
 from vllm_tgvkv.kernels.select import page_offsets
+from vllm_tgvkv.recall import tier as tier_module
+from vllm_tgvkv.recall.tier import PinnedTier
 
 
 def random_exchange(counts: list[int], size: int, num_blocks: int, share: float) -> Exchange:
@@ -75,6 +81,37 @@ def test_every_format(
     for found, wanted in zip((keys, values, stored), expected, strict=True):
         assert torch.equal(as_integers(found).cpu(), as_integers(wanted))
     assert int(on_device.num_moved) == int((moves.before != moves.after).sum())
+
+
+class NeverWaits(PinnedTier):
+    """Raises where the host would wait for the device."""
+
+    def write(self, pool_blocks: torch.Tensor, blocks: np.ndarray) -> None:
+        with no_synchronisation():
+            super().write(pool_blocks, blocks)
+
+    def exchange(self, exchange: Exchange, stored: torch.Tensor) -> Callable[[], None]:
+        with no_synchronisation():
+            return super().exchange(exchange, stored)
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_tier_in_pinned_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its buffers is filled several times."""
+    monkeypatch.setattr(tier_module, "_WORKSPACE_BYTES", 1)
+    pool = make_pool(True, dtype, "cuda")
+    assert_gives_back(NeverWaits(pool, 12), pool)
 
 
 def test_wrong_arguments_are_named() -> None:

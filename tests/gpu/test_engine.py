@@ -147,8 +147,8 @@ def test_summaries_of_evicted_tokens(
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_recall(tiny_model: Callable[..., Path], runner: str, eager: bool) -> None:
-    """Tokens come back from pinned memory, every three steps."""
+def test_tokens_come_back(tiny_model: Callable[..., Path], runner: str, eager: bool) -> None:
+    """From pinned memory, every three steps."""
     folder = tiny_model("llava", image_size=112, head_size=64)
     settings = {**test_recall.SETTINGS, "recall": test_recall.RECALL}
     with engine(folder, settings, enforce_eager=eager, **OPTIONS) as running:

@@ -167,5 +167,5 @@ def test_a_warm_up_chooses_again(
     assert not any((recaller._rows, evictor.regions.num_live, recaller.take_failed()))
     if tier_blocks == 8:
         monkeypatch.setattr(recaller, "_score", None)
-        with pytest.raises(WarmUpError, match="no tokens could be chosen again. The log has"):
+        with pytest.raises(WarmUpError, match=r"no tokens could be chosen again\. The log has"):
             warm_up(evictor)

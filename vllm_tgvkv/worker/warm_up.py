@@ -83,7 +83,8 @@ def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:
     for ended in evictor.ended:
         if isinstance(ended, Failure):
             raise _failed(evictor, ended.error)
-    if evictor.recaller is not None and evictor.recaller.choose(_choice(evictor, plans[-1])) is None:
+    recaller = evictor.recaller
+    if recaller is not None and recaller.choose(_choice(evictor, plans[-1])) is None:
         raise _failed(evictor, "no tokens could be chosen again")
     if evictor.summaries.are_used:
         _read_summaries(evictor, plans[-1].evictions[0], queries)

@@ -82,7 +82,7 @@ def _engine(runner: str, mode: str, selection: str) -> Part:
 _SYNC = {"VLLM_GPU_SYNC_CHECK": "error"}
 _NAMES = (
     "copy", "page_tables", "select", "apportion", "statistics", "decode",
-    "summaries",
+    "summaries", "sketch", "exchange",
 )  # fmt: skip
 _KERNELS = tuple(f"tests/gpu/test_{name}.py" for name in _NAMES)
 
@@ -118,6 +118,7 @@ PARTS = (
     _check("layout", "check 7: stock vLLM in the default layout and in BLHNC", 300),
     _check("decode", "check 8: decode steps at many batches, with and without a long one", 240),
     _check("evictions", "check 9: evicting and mixed steps, host against device", 240),
+    _check("recall", "decode steps while tokens come back from pinned memory, and without", 180),
     _check("memory", "check 10: huge prompts in 97 % of the memory", 240),
     Part(
         "bench", "make bench-gpu",

@@ -349,6 +349,23 @@ def _video_prompt(sizes: Sizes, seed: int) -> dict[str, Any]:
     return {"prompt": text + question, "multi_modal_data": {"video": [(frames, told)]}}
 
 
+def recall(run: Run) -> None:
+    """Time decode steps with recall and without; the tier is in pinned memory."""
+    sizes = run.sizes
+    batch, tokens = sizes.batches[-1] // 4 or 1, 2 * sizes.short_prompt
+    gib = 2 * batch * tokens * sizes.shape.kv_bytes_per_token / 2**30
+    engine = run.engine(sizes.pool, {"policy": "reach", "when": "always", "recall": {"gib": gib}})
+    for comes_back in (1, 0):
+        traffic = Traffic(1, tokens, 4 * sizes.steps + batch)
+        xargs = {"kv_eviction_recall": comes_back}
+        requests = [engine.request(traffic, xargs) for _ in range(batch)]
+        engine.start(requests)
+        for _ in range(sizes.steps):  # all are evicted, and choose
+            engine.engine.step()
+        _time_steps(run, engine, f"{'with' if comes_back else 'without'} recall, batch {batch}")
+        engine.abort(requests)
+
+
 def memory(run: Run) -> None:
     """Serve huge prompts in nearly all of the device's memory: requests may fail, vLLM may not."""
     sizes = run.sizes
@@ -388,6 +405,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "stock": stock,
     "decode": decode,
     "evictions": evictions,
+    "recall": recall,
     "memory": memory,
 }
 REQUESTS_MAY_FAIL = (memory,)

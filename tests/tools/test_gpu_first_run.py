@@ -215,7 +215,7 @@ def test_without_a_gpu_the_environment_says_what_is_missing(out: Path) -> None:
         "evictions",
         *(
             pytest.param(name, marks=pytest.mark.compatibility)
-            for name in ("smoke", "defaults", "layout", "decode", "memory")
+            for name in ("smoke", "defaults", "layout", "decode", "recall", "memory")
         ),
     ],
 )

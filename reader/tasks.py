@@ -132,10 +132,10 @@ class PageQuestion:
         question = TextQuestion(written, self.number)
         # The text alone fills the pages: what stands around it is taken off its length.
         draft = question.example(0, count)
-        introduction, _, asking = draft.message.split("\n")
+        introduction, _, asking = _sections(draft)
         around = count(f"{introduction}\n") + count(f"\n{asking}") + count(draft.start)
         asked = question.example(-around, count)
-        introduction, text, asking = asked.message.split("\n")
+        introduction, text, asking = _sections(asked)
         turns = (_first_turn(text, asked),) if task.turns > 1 else ()
         pieces = [vocabulary.texts[index] for index in vocabulary.split(text)]
         return PageExample(
@@ -154,6 +154,13 @@ def draw_pages(pieces: Sequence[str], seed: str, side: int = GRID) -> list[Image
         draw_page(pieces[start : start + room], np.random.default_rng([*seed.encode()]), side=side)
         for start in range(0, len(pieces), room)
     ]
+
+
+def _sections(example: TextExample) -> tuple[str, str, str]:
+    """Return the line before the text, the text, which may have lines, and the question below."""
+    introduction, rest = example.message.split("\n", 1)
+    text, asking = rest.rsplit("\n", 1)
+    return introduction, text, asking
 
 
 def _first_turn(text: str, asked: TextExample) -> tuple[str, str]:

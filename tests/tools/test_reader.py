@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -189,16 +190,27 @@ def test_training_learns_and_continues(letters: Vocabulary, tmp_path: Path) -> N
 @SMOLLM2
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "task", [*TASKS, PageTask("numbers", "noise", keys=3, side=17)], ids=lambda task: task.name
+    "task",
+    [
+        *TASKS,
+        PageTask("numbers", "noise", keys=3, side=17),
+        PageTask("table", "prose", keys=12, forced=True),
+    ],
+    ids=lambda task: task.name,
 )
 def test_pages_are_filled_and_hold_the_answer(task: PageTask) -> None:
     folder = assemble.page_model_folder()
     vocabulary = assemble.load_vocabulary(folder)
     example = PageQuestion(task, 1000).example(vocabulary)
     assert len(example.pages) == task.pages
-    introduction, text, question = example.asked.message.split("\n")
+    introduction, *lines, question = example.asked.message.split("\n")
+    text, wanted = "\n".join(lines), example.asked.items or [example.asked.answer]
+    if task.kind == "table":
+        said = wanted[0].splitlines()
+        wanted = [re.sub(r"(.+) has (\d+) (.+)s\.", r"| \1 | \2 | \3 |", row) for row in said]
+        assert len(wanted) == task.keys
     assert {page.size for page in example.pages} == {(task.side * PATCH,) * 2}
-    assert all(each in text for each in example.asked.items or [example.asked.answer])
+    assert all(each in text for each in wanted)
     assert 0 <= task.pages * task.pieces - len(vocabulary.split(text)) < 110  # less than a sentence
     messages = example.messages()
     first, last = messages[0], messages[-1]

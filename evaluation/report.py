@@ -65,16 +65,21 @@ def _part(result: PartResult) -> Iterator[Block]:
     asked = {cell.task for cell in result.cells}
     tasks = [task for task in result.tasks if not result.cells or task.task in asked]
     letters = {task.task: chr(ord("A") + number) for number, task in enumerate(tasks)}
+    forced = [cell for cell in result.cells if cell.said is not None]
     yield Items(
         [
-            f"**{letters[task.task]}**: {task.title}; right with the full cache: "
-            f"{round(task.right.mean * task.questions)} of {task.questions}"
+            f"**{letters[task.task]}**: {task.title}; "
+            + (
+                f"{task.questions} questions"
+                if forced
+                else f"right with the full cache: {round(task.right.mean * task.questions)} of "
+                f"{task.questions}"
+            )
             for task in tasks
         ]
     )
     if not result.cells:
         return
-    forced = [cell for cell in result.cells if cell.said is not None]
     if forced:
         yield _forced_table(forced, letters)
         return

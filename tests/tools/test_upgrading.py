@@ -310,7 +310,8 @@ def names_of_others() -> set[str]:
     types: tuple[Any, ...] = (str, bytes, int, float, list, tuple, dict, set, slice, type, Path)
     types += (Counter, defaultdict, deque, BaseException, re.Match, re.Pattern, os.stat_result)
     types += (np.ndarray, torch.Tensor, torch.dtype, logging.Logger, io.FileIO, Future, Executor)
-    types += (torch.cuda.Stream,)
+    # vLLM replaces `torch.cuda.Stream` in a process that has run a CPU worker.
+    types += (torch.cuda.streams.Stream,)
     found = OTHERS | {name for kind in types for name in dir(kind)}
     for tree in [*TREES.values(), *(ast.parse(p.read_text()) for p in OURS.glob("kernels/*.py"))]:
         found |= set_on_self(tree)

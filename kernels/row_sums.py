@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,12 @@ class RowSums(Attention):
         weights = torch.stack((~is_vision, is_vision)).unsqueeze(0)
         sets = slice(first_set, first_set + chunk.num_groups)
         self._sums[sets, :, : chunk.num_keys] += chunk.mixed_column_sums(weights)
+
+    def of_sets(self, sets: slice) -> RowSums:
+        """Return the sums of some of the token sets."""
+        part = copy(self)
+        part._sums = self._sums[sets]
+        return part
 
     @property
     def text_column_sums(self) -> Tensor:

@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,15 @@ from vllm_tgvkv.cache.pages import page_pool
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.folder import GateKind
-from vllm_tgvkv.policies import METHOD_NAMES, gates_of, has_summaries
+from vllm_tgvkv.policies import METHOD_NAMES, LayerView, gates_of, has_summaries
+from vllm_tgvkv.policies.tgv import TgvAllocation
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Failure, Observation, Outcome, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, voters
 from vllm_tgvkv.worker import observation, region_writer
+from vllm_tgvkv.worker.context import WORKSPACE_BYTES
 from vllm_tgvkv.worker.evictor import Evictor
-from vllm_tgvkv.worker.ranks import RankError, Ranks, SharedAttention
+from vllm_tgvkv.worker.ranks import Exchanges, Ranks
 from vllm_tgvkv.worker.stages import Stages
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
@@ -152,7 +154,13 @@ class Model:
             2 * normal(LAYERS, tokens, kv_heads, group, HEAD_SIZE),
         )
 
-    def evict(self, ranks: Ranks, config: EvictionConfig, plan: StepPlan) -> Run:
+    def evict(
+        self,
+        ranks: Ranks,
+        config: EvictionConfig,
+        plan: StepPlan,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ) -> Run:
         """Run one step on the heads of one rank."""
         num_heads, group = self.queries.shape[2:4]
         replicas = ranks.size // ranks.num_parts
@@ -165,6 +173,7 @@ class Model:
         cache = self.keys[:, :, heads].contiguous()
         pool = page_pool(cache.unbind(1), group // replicas, slots_first=True)
         evictor = Evictor(config, pool, ranks, Stages(LAYERS))
+        evictor.context.workspace_bytes = workspace_bytes
         if evictor.context.gate_outputs is not None:
             evictor.context.gate_outputs.values.copy_(self.keys[:, :, heads, :, 0].abs().neg())
         evictor.begin_step(plan)
@@ -229,15 +238,20 @@ def step(config: EvictionConfig, methods: dict[str, str], budget: Any) -> StepPl
 
 
 def run_ranks(
-    model: Model, size: int, config: EvictionConfig, plan: StepPlan, replicas: int = 1
+    model: Model,
+    size: int,
+    config: EvictionConfig,
+    plan: StepPlan,
+    replicas: int = 1,
+    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> tuple[list[Run], Wire]:
-    """Run one step on a thread for each rank."""
+    """Run one step on a thread for each rank; without workspace, layers are scored one by one."""
     wire = Wire(size)
 
     def work(rank: int) -> Run:
         with torch.inference_mode():
             ranks = Ranks(size, rank, replicas, wire.end(rank))
-            return model.evict(ranks, config, plan)
+            return model.evict(ranks, config, plan, workspace_bytes)
 
     return wire.run(work), wire
 
@@ -362,57 +376,148 @@ def test_a_guard_finds_one_number_for_all_ranks(granularity: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("granularity", "method", "part", "call"),
-    product(
-        ["layer", "head"],
-        ["tgv", "h2o", "aircache"],
-        [
-            *(("observe_layers", 1), ("observe_layers", 4), ("copy_kept", 1)),
-            *(("score", 1), ("score", -3), ("exchange", 2), ("strength", -2)),
-            *(("shares", 1), ("shares", 2)),
-        ],
-    ),
+    ("granularity", "method", "exchanges", "guarded"),
+    [
+        ("layer", "tgv", 2, 3),
+        ("layer", "aircache", 3, 5),
+        *(("layer", name, 1, 2) for name in ("snapkv", "vlcache", "h2o", "prefixkv")),
+        *(("layer", name, 0, None) for name in ("random", "streaming")),
+        *(("head", name, 1, 2) for name in ("tgv", "adakv", "prefixkv")),
+        *(("head", name, 1, None) for name in ("kvzap", "dbtrimkv")),
+        *(("head", name, 0, 2) for name in ("reach", "snapkv", "h2o", "rkv", "mixkv")),
+        *(("head", name, 0, 2) for name in ("sparsemm", "pyramidkv")),
+        ("head", "trimkv", 0, None),
+    ],
 )
-def test_what_fails_on_one_rank_fails_on_all(
-    monkeypatch: pytest.MonkeyPatch, granularity: str, method: str, part: str, call: int
+def test_ranks_exchange_once_or_twice_for_a_prompt(
+    granularity: str, method: str, exchanges: int, guarded: int | None
 ) -> None:
-    """A rank leaves a section early, for one prompt, while the others go on to what follows.
+    """For all layers together; for methods whose heads do not compete never; then the outcomes.
 
-    Two KV heads on four ranks, so that token sets are shared at both granularities. The other
-    prompt is evicted on all. A negative call fails after its work.
+    A guard needs the masses of all heads and agrees on a number.
     """
-    config, model = settings(granularity, 2), Model.random(kv_heads=2, group=4)
-    plan = step(config, dict.fromkeys(PROMPTS, method), "auto:0.9,min=0.2,max=0.6")
-    healthy, _ = run_ranks(model, 4, config, plan, replicas=2)
-    policy, calls = config.build_policy(method), itertools.count(1)
-    owner, name = {
-        "score": (type(policy.score), "__call__"),
-        "exchange": (SharedAttention, "_columns"),
-        "strength": (type(policy.allocation), "strength"),
-        "shares": (type(policy.allocation), "shares"),
-    }.get(part, (None, part))
-    if part == "exchange" and method == "h2o":
-        pytest.skip("sums over all rows are exchanged otherwise")
+    config = settings(granularity, kind=gates_of(method) or "trimkv")
+    plan = step(config, dict.fromkeys(PROMPTS, method), 0.4)
+    plan.evictions = [replace(eviction, traced_budget=None) for eviction in plan.evictions]
+    _, wire = run_ranks(Model.random(), 2, config, plan)
+    assert wire.num_exchanges == exchanges * len(PROMPTS) + 1
+    if guarded is not None:
+        plan = step(config, dict.fromkeys(PROMPTS, method), "auto:0.8,min=0.05,max=0.6")
+        _, wire = run_ranks(Model.random(), 2, config, plan)
+        assert wire.num_exchanges == guarded * len(PROMPTS) + 1
 
-    def now() -> bool:
-        return threading.current_thread().name == "rank 1" and next(calls) == abs(call)
 
-    run_out_of_memory(monkeypatch, name, now, owner, after=call < 0)
-    runs, _ = run_ranks(model, 4, config, plan, replicas=2)
+def failures_of(runs: Sequence[Run]) -> tuple[str, list[str]]:
+    """Return the prompt that failed on all ranks, and each rank's reason."""
     failed = [
         {name for name, outcome in run.outcomes.items() if isinstance(outcome, Failure)}
         for run in runs
     ]
     assert all(found == failed[0] for found in failed)
     (lost,) = failed[0]
-    errors = [run.outcomes[lost].error for run in runs]  # type: ignore[union-attr]
-    assert f"{RankError.__name__}: failed on rank 1" in errors[0]
-    assert "OutOfMemoryError" in errors[1]
+    return lost, [run.outcomes[lost].error for run in runs]  # type: ignore[union-attr]
+
+
+def fails_on_rank_1(
+    monkeypatch: pytest.MonkeyPatch, config: EvictionConfig, method: str, part: str, call: int
+) -> None:
+    """Let a part of the eviction fail in one of its calls; a negative one fails after its work."""
+    policy, calls = config.build_policy(method), itertools.count(1)
+    owner, name = {
+        "score": (type(policy.score), "__call__"),
+        "exchange": (Exchanges, "gather"),
+        "strength": (type(policy.allocation), "strength"),
+        "shares": (type(policy.allocation), "shares"),
+    }.get(part, (None, part))
+
+    def now() -> bool:
+        return threading.current_thread().name == "rank 1" and next(calls) == abs(call)
+
+    run_out_of_memory(monkeypatch, name, now, owner, after=call < 0)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "workspace_bytes", "method", "part", "call"),
+    product(
+        [("layer", 0), ("layer", WORKSPACE_BYTES), ("head", WORKSPACE_BYTES)],
+        ["tgv", "h2o", "aircache"],
+        [
+            *(("observe_layers", 1), ("observe_layers", 2), ("copy_kept", 1)),
+            *(("score", 1), ("score", -2), ("exchange", 2), ("strength", -2)),
+            *(("shares", 1), ("shares", 2)),
+        ],
+    ),
+)
+def test_what_fails_on_one_rank_fails_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+    granularity: str,
+    workspace_bytes: int,
+    method: str,
+    part: str,
+    call: int,
+) -> None:
+    """A rank fails with one prompt, and takes part in the exchanges that follow without values.
+
+    Two KV heads on four ranks, so that token sets are shared at both granularities. The other
+    prompt is evicted on all.
+    """
+    config, model = settings(granularity, 2), Model.random(kv_heads=2, group=4)
+    plan = step(config, dict.fromkeys(PROMPTS, method), "auto:0.9,min=0.2,max=0.6")
+    ranks = (model, 4, config, plan, 2, workspace_bytes)
+    healthy, _ = run_ranks(*ranks)
+    fails_on_rank_1(monkeypatch, config, method, part, call)
+    runs, _ = run_ranks(*ranks)
+    lost, errors = failures_of(runs)
+    assert errors[1] == "OutOfMemoryError: tried to allocate 2 GiB"
+    assert {*errors[:1], *errors[2:]} == {f"failed on rank 1: {errors[1]}"}
     (other,) = PROMPTS.keys() - {lost}
     assert torch.equal(kept_by(runs, other), kept_by(healthy, other))
     for run in runs:
         assert run.evictor.regions.num_live == 2
         assert not run.evictor.observations
+
+
+@pytest.mark.parametrize("call", [1, -1])
+@pytest.mark.parametrize(
+    ("granularity", "method", "size", "kv_heads"),
+    [
+        *(("layer", method, 2, 4) for method in SHARED),
+        *(("head", method, 2, 4) for method in DROPPING),
+        *(("head", method, 4, 2) for method in (*REPLICATED, "mixkv")),
+    ],
+)
+def test_every_method_runs_without_values(
+    monkeypatch: pytest.MonkeyPatch,
+    granularity: str,
+    method: str,
+    size: int,
+    kv_heads: int,
+    call: int,
+) -> None:
+    """So a rank that failed knows what the others wait for, with any method."""
+    config = settings(granularity, kv_heads, gates_of(method) or "trimkv")
+    model = Model.random(kv_heads, 2 * HEADS // kv_heads)
+    plan = step(config, both(method), 0.4)
+    fails_on_rank_1(monkeypatch, config, method, "score", call)
+    runs, _ = run_ranks(model, size, config, plan, max(1, size // kv_heads))
+    assert failures_of(runs)[0] == "first"
+
+
+def test_an_error_of_the_method_itself_is_every_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All fail with the same prompt at the same place, and wait for nothing more."""
+    config, model = settings("layer"), Model.random()
+    plan = step(config, both("tgv"), "auto:0.9,min=0.2,max=0.6")
+    strength = TgvAllocation.strength
+
+    def failing(self: TgvAllocation, view: LayerView, scores: torch.Tensor) -> torch.Tensor:
+        if view.prompt.num_tokens == PROMPTS["first"].num_tokens:
+            raise ValueError("no such prompt")
+        return strength(self, view, scores)
+
+    monkeypatch.setattr(TgvAllocation, "strength", failing)
+    runs, _ = run_ranks(model, 2, config, plan)
+    assert failures_of(runs) == ("first", ["ValueError: no such prompt"] * 2)
+    assert kept_by(runs, "second").any()
 
 
 def test_numbers_arrive_bit_by_bit() -> None:
@@ -424,9 +529,8 @@ def test_numbers_arrive_bit_by_bit() -> None:
     strengths[1, 0, 0, 0] = float("nan")
 
     def work(rank: int) -> list[torch.Tensor]:
-        ranks = Ranks(2, rank, 1, wire.end(rank))
-        parts = [list(scores[rank]), list(strengths[rank]), list(scores[rank, ..., :0])]
-        return ranks.stack(parts, per_head=True)
+        exchanges = Exchanges(Ranks(2, rank, 1, wire.end(rank)), torch.device("cpu"))
+        return exchanges.gather_all([scores[rank], strengths[rank], scores[rank, ..., :0]])
 
     for found in wire.run(work):
         for part, wanted in zip(found, (scores, strengths, scores[..., :0]), strict=True):

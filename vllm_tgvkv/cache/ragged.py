@@ -73,14 +73,8 @@ class RaggedKeys(RowKeys):
         found.scatter_(1, self.positions, order)
         return found[:, :num_tokens]
 
-    def present(self, num_sets: int) -> Tensor:
-        """Return whether each position still has a key, bool [L, S, n]."""
-        present = self.columns < self.num_tokens
-        return present.view(self.shape.num_layers, -1, self.num_tokens)[:, :num_sets]
-
-    def present_in(self, layer: int, num_sets: int) -> Tensor:
-        """Return whether each position still has a key in one layer, bool [S, n]."""
-        return self.columns[self.of_layer(layer, num_sets)] < self.num_tokens
+    def present_in(self, first: int, num_layers: int, num_sets: int) -> Tensor:
+        return self.columns[self.of_layers(first, num_layers, num_sets)] < self.num_tokens
 
     def attention(self, observed: ObservedAttention, layer: int, rows: Tensor) -> Attention:
         return RaggedAttention(observed, self, layer, rows)
@@ -95,7 +89,7 @@ class RaggedKeys(RowKeys):
 
     def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
         assert num_layers == 1, "layers of a compressed row are scored one by one"
-        size, pairs = self.shape.block_size, self.of_layer(layer, self.shape.num_heads)
+        size, pairs = self.shape.block_size, self.of_layers(layer, 1, self.shape.num_heads)
         columns = self.columns[pairs]
         present = columns < self.num_tokens
         columns = torch.where(present, columns, 0)
@@ -155,12 +149,12 @@ def _by_position(statistic: str) -> Any:
 
 
 class RaggedAttention(Attention):
-    """Attention over the keys of one layer of a compressed row, by position."""
+    """Attention over the keys of some layers of a compressed row, by position."""
 
     def __init__(self, own: ObservedAttention, keys: RaggedKeys, layer: int, rows: Tensor) -> None:
         self._own = own
         self._num_tokens = keys.num_tokens
-        pairs = keys.of_layer(layer, own.num_groups)
+        pairs = keys.of_layers(layer, own.num_layers, own.num_groups // own.num_layers)
         self._positions, self._columns = keys.positions[pairs], keys.columns[pairs]
         self._rows = rows
 

@@ -48,17 +48,16 @@ class RowKeys:
         """Width of what is computed for every key: no head has more of them."""
         return self.num_tokens
 
-    def of_layer(self, layer: int, num_sets: int) -> slice:
-        """Return the pairs that stand for the token sets of a layer."""
-        first = layer * self.shape.num_heads
-        return slice(first, first + num_sets)
+    def of_layers(self, first: int, num_layers: int, num_sets: int) -> slice:
+        """Return the pairs that stand for the token sets of some layers, `num_sets` in each."""
+        num_heads = self.shape.num_heads
+        return slice(first * num_heads, (first + num_layers) * num_heads, num_heads // num_sets)
 
-    def present(self, num_sets: int) -> Tensor | None:
-        """Return whether each position still has a key, bool [L, S, n]; None if all have."""
-        return None
+    def present_in(self, first: int, num_layers: int, num_sets: int) -> Tensor | None:
+        """Return whether each position still has a key in some layers, bool [num_layers * S, n].
 
-    def present_in(self, layer: int, num_sets: int) -> Tensor | None:
-        """Return whether each position still has a key in one layer, bool [S, n], or None."""
+        None is returned if all have.
+        """
         return None
 
     def attention(self, observed: ObservedAttention, layer: int, rows: Tensor) -> Attention:

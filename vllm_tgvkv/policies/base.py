@@ -127,6 +127,8 @@ class AllLayers:
     num_kept: Tensor
     """int64 scalar, b: candidates that a head keeps on average."""
     depth: Depth = Depth()
+    first_head: int = 0
+    """Index among the model's heads of the first one with a token set here."""
 
 
 class Score(ABC):
@@ -191,6 +193,9 @@ class Allocation:
     """Memory that `shares` takes for each score of the prompt, in bytes."""
     needs_head_scores: ClassVar[bool] = False
     """Whether the shares come from a file of head scores."""
+    needs_all_heads: ClassVar[bool] = True
+    """Whether heads compete: the shares of some depend on scores or strengths of others. If not,
+    `AllLayers` may have the heads of one tensor-parallel rank only."""
 
     def __init__(self, head_scores: HeadScores | None = None) -> None:
         """Take the served model's head scores, if the allocation needs some."""
@@ -275,11 +280,8 @@ class Policy:
 
     @property
     def scores_layers_together(self) -> bool:
-        """Whether one call scores several layers.
-
-        A score without attention depends on the layer, and sums over all rows are kept by layer.
-        """
-        return self.score.rows != "none" and "all" not in self.row_sets
+        """Whether one call can score several layers; a score without attention depends on one."""
+        return self.score.rows != "none"
 
     def scoring_bytes(self, num_rows: int) -> int:
         """Return a bound of what scoring and pooling take for each token of a token set.

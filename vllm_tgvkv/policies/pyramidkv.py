@@ -22,6 +22,8 @@ SLOPE = 20
 class PyramidAllocation(Allocation):
     """Share: linear in depth, from 2 - 1 / SLOPE of the mean at the first layer to 1 / SLOPE."""
 
+    needs_all_heads = False
+
     def shares(self, layers: AllLayers) -> Tensor:
         num_sharing, num_sets, _ = layers.scores.shape
         num_layers = layers.depth.num_layers or num_sharing

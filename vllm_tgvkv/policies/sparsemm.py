@@ -32,6 +32,7 @@ class VisualHeadAllocation(Allocation):
     """
 
     needs_head_scores = True
+    needs_all_heads = False
 
     def __init__(self, head_scores: HeadScores | None = None) -> None:
         super().__init__(head_scores)
@@ -50,7 +51,8 @@ class VisualHeadAllocation(Allocation):
         # A stage whose heads all score 0 shares equally.
         total = scores.sum()
         part = torch.where(total > 0, scores * scores.numel() / total, 1.0)
-        return window + budget * (UNIFORM + (1 - UNIFORM) * part)
+        shares = window + budget * (UNIFORM + (1 - UNIFORM) * part)
+        return shares[:, layers.first_head : layers.first_head + num_sets]
 
     def _scores(self, device: torch.device) -> Tensor:
         """Return the scores of the model's KV heads on a device, without waiting for it."""

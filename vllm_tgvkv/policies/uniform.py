@@ -13,5 +13,7 @@ from vllm_tgvkv.policies.registry import ALLOCATIONS
 class UniformAllocation(Allocation):
     """Equal shares."""
 
+    needs_all_heads = False
+
     def shares(self, layers: AllLayers) -> Tensor:
         return layers.scores.new_ones(layers.scores.shape[:2])

@@ -56,9 +56,9 @@ class Decision:
 class ScoredPrompt:
     """A prompt whose layers are all scored, from which a decision is made.
 
-    Scores, strengths, masses and `num_heads` cover all heads of the model. Where ranks hold
-    `num_parts` equal parts of the heads, each part has k * L * H / num_parts pages, and no page
-    moves to another part.
+    Scores, strengths, masses and `num_heads` cover all heads of the model; among ranks whose heads
+    do not compete, the rank's own. Where ranks hold `num_parts` equal parts of the heads, each part
+    has k * L * H / num_parts pages, and no page moves to another part.
     """
 
     policy: Policy
@@ -82,6 +82,8 @@ class ScoredPrompt:
     agree: Callable[[Callable[[], Tensor]], Tensor] = lambda find: find()
     """Makes all ranks use the same number of blocks in a guarded decision."""
     depth: Depth = AllLayers.depth
+    first_head: int = 0
+    """Index of the first head among the model's."""
 
     def of_all_heads(self) -> ScoredPrompt:
         """Return it for the heads of all ranks, deciding without them."""
@@ -163,6 +165,7 @@ class ScoredPrompt:
             tiers=_below_if_evicted(self._tiers(kept, guarded), self.present),
             num_kept=kept,
             depth=self.depth,
+            first_head=self.first_head,
         )
         shares = self.policy.allocation.shares(layers)
         most = self.prompt.num_candidates // self.block_size

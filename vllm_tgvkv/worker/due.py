@@ -90,6 +90,16 @@ class DueEviction:
         return self.eviction.traced_budget is not None and self.policy.pooling.kind != "none"
 
     @property
+    def gathers_heads(self) -> bool:
+        """Whether a decision on one part of the heads needs what the others show."""
+        eviction = self.eviction
+        return self.per_head and (
+            self.policy.allocation.needs_all_heads
+            or eviction.guard is not None
+            or eviction.traced_budget is not None
+        )
+
+    @property
     def is_ordered(self) -> bool:
         """Whether the order of the keys in the cache matters at later cuts."""
         return any(_OF_NEIGHBOURS & rows.statistics for rows in self.voting.values())
@@ -174,18 +184,17 @@ def _layers_at_once(
     """Return the number of layers to score together, so that their memory is bounded.
 
     One launch for many layers saves time of the host, which only a GPU waits for. Ranks exchange
-    the statistics of a token set that they share layer by layer.
+    the statistics of a token set that they share once for all of these layers.
     """
-    per_head = policy.granularity == "head"
-    num_rows = len(eviction.voters.rows[eviction.first_row :])
-    if (
-        keys.is_ragged
-        or not gpu.runs(context.pool.raw)
-        or context.ranks.shares_sets(per_head)
-        or not policy.scores_layers_together
-    ):
+    together = context.ranks.shares_sets(policy.granularity == "head")
+    if eviction.is_whole:
+        together = together or gpu.runs(context.pool.raw)
+    elif policy.score.gates is not None:
+        together = False  # outputs of gates are read layer by layer there, see `RaggedKeys.read`
+    if not together or not policy.scores_layers_together:
         return 1
-    num_sets = context.shape.num_heads if per_head else 1
+    num_rows = len(eviction.voters.rows[eviction.first_row :])
+    num_sets = context.shape.num_heads if policy.granularity == "head" else 1
     columns = num_sets * (keys.num_tokens + 128)
     of_layer = max(
         columns * policy.scoring_bytes(num_rows),

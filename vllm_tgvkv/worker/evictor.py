@@ -203,11 +203,11 @@ class Evictor:
             ended += [ChoiceOutcome(request_id, 0, None) for request_id in lost]
         if not (ended or exchanges):
             return None
-        outcomes = Outcomes(ended, self.shape.block_size, self.traces, self.stages)
+        outcomes = Outcomes(ended, self.context, self.traces)
         if self.stages.is_last:
             return outcomes
         if exchanges:
-            self.stages.tell(outcomes.of_stage())
+            self.stages.tell(outcomes.of_stage)
         return None
 
     def _choose(self) -> list[PendingChoice]:
@@ -228,32 +228,25 @@ class Evictor:
     # -- after the last layer -----------------------------------------------------------
 
     def _end_layers(self) -> None:
-        """Evict the prompts that are due; give up those that failed on any rank.
+        """Evict the prompts that are due, and give up those that failed.
 
-        All ranks go through the same sections in the same order, with failed prompts as well.
+        Among several ranks an error waits until its prompt is due, when all of them learn of it.
         """
         current, self._current = self._current, []
-        self._agree(current)
-        evicted: dict[str, PendingOutcome | None] = {}
         for seen in current:
+            pending = None
             if seen.due is not None:
-                self.ranks.next_section()
-                evicted[seen.request_id] = None
+                seen.exchanges.begin_section()
                 if seen.error is None:
-                    evict = partial(self._evict, seen, seen.due)
-                    evicted[seen.request_id] = seen.attempt(evict)
-        if evicted:
-            self._agree(current)
-        for seen in current:
+                    pending = seen.attempt(partial(self._evict, seen, seen.due))
+                if seen.error is not None and self.ranks.size > 1:
+                    seen.attempt(partial(seen.follow, seen.due))
+            elif self.ranks.size > 1:
+                continue
             if seen.error is not None:
                 self._fail(seen, seen.error)
-            elif (pending := evicted.get(seen.request_id)) is not None:
+            elif pending is not None:
                 self._record(pending)
-
-    def _agree(self, current: list[PromptObservation]) -> None:
-        errors = self.ranks.agree([seen.error for seen in current])
-        for seen, error in zip(current, errors, strict=True):
-            seen.error = error
 
     def _evict(self, seen: PromptObservation, due: DueEviction) -> PendingOutcome:
         """Decide, copy, summarise and store the region, each for all layers and heads at once."""
@@ -280,14 +273,13 @@ class Evictor:
         )
 
     def _record(self, pending: PendingOutcome) -> None:
-        """Report an eviction that worked on all ranks, and drop its observation."""
+        """Report an eviction that worked, and drop its observation."""
         request_id = pending.eviction.request_id
         del self.observations[request_id]
         if pending.decision is not None:
             self.kept.append((request_id, pending.decision))
-        if pending.num_vision is not None:
-            num_vision = self.ranks.sum(pending.num_vision)
-            self.ended.append(replace(pending, num_vision=num_vision, decision=None))
+        if pending.num_vision is not None or self.ranks.size > 1:  # it may have failed on another
+            self.ended.append(replace(pending, decision=None))
 
     def _fail(self, seen: PromptObservation, error: Exception) -> None:
         """Give up one request, and no other: the scheduler ends it with an error."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import TypeVar
 
@@ -15,12 +16,13 @@ from vllm_tgvkv.cache.row_keys import RowKeys
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import ObservedAttention, ObservedRows, observe_layers
-from vllm_tgvkv.policies import NO_ATTENTION, Attention, Depth, LayerView, Policy
+from vllm_tgvkv.policies import NO_ATTENTION, Attention, Depth, LayerView, Policy, Prompt
 from vllm_tgvkv.shared.plan import ColumnSumChunk, Eviction, Observation
 from vllm_tgvkv.shared.prompt import RowSet
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import ScoredPrompt
 from vllm_tgvkv.worker.due import DueEviction, Rows, SummedRows, due_eviction, summed_rows
+from vllm_tgvkv.worker.ranks import Exchanges, UnknownAttention
 from vllm_tgvkv.worker.stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -37,7 +39,8 @@ class PromptObservation:
                       2. if the eviction is due, let the policy score the layer
         gather        after the last layer, if the eviction is due
 
-    The first exception is stored as `error`; it ends this prompt's eviction and no other.
+    The first exception is stored as `error`; it ends this prompt's eviction and no other. Among
+    several ranks, scores and strengths are then without values, see `ranks.Exchanges`.
     """
 
     def __init__(
@@ -52,7 +55,8 @@ class PromptObservation:
         self.due: DueEviction | None = None
         """The eviction that follows the layers of the current step."""
         self.error: Exception | None = None
-        """The first exception raised for the prompt, on this rank or another."""
+        """The first exception raised for the prompt on this rank."""
+        self.exchanges = Exchanges(context.ranks, context.device)
         self.scores: list[torch.Tensor] = []
         """By layer: pooled scores, float32 [S, C]."""
         self.unpooled: list[torch.Tensor] = []
@@ -73,8 +77,8 @@ class PromptObservation:
         """Queries and scales of the last layers, which are not scored yet; no queries if they are
         in the query pool."""
         # All chunks so far.
-        self._sums: list[RowSums] = []
-        """Column sums over all rows, by layer; only if the policy uses the row set `all`."""
+        self._sums: RowSums | None = None
+        """Column sums over all rows, of all layers; only if the policy uses the row set `all`."""
 
     # -- a chunk ------------------------------------------------------------------------
 
@@ -115,16 +119,12 @@ class PromptObservation:
 
     def see_layer(self, layer: int, queries: torch.Tensor, scale: float) -> None:
         """Observe one layer, once its keys are in the cache; see `Observer.observe_layer`."""
-        ranks, rows = self._context.ranks, None
+        rows = None
         with self.stopwatch.time("statistics"):
             if self.error is None:
                 rows = self.attempt(partial(self._take_chunk, layer, queries, scale))
-            if self.due is None:
-                return
-            ranks.next_section()
-            # Other ranks wait for this rank's statistics, or for the message that there are none.
-            if self.error is None or ranks.shares_sets(self.due.per_head):
-                self.attempt(partial(self._score_layer, self.due, layer, rows, scale))
+            if self.due is not None and (self.error is None or self._context.ranks.size > 1):
+                self._score_layer(self.due, layer, rows, scale)
 
     def attempt(self, step: Callable[[], T]) -> T | None:
         """Return what `step` returns; store what a method or an allocator raises in it."""
@@ -141,12 +141,11 @@ class PromptObservation:
         """
         if (summed := self._summed) is not None:
             chunk = self._observe(summed, layer, queries.unsqueeze(0), [scale])
-            if not self._sums:
-                self._sums = [
-                    RowSums(chunk.num_groups, summed.num_tokens, self._context.device)
-                    for _ in range(self._context.shape.num_layers)
-                ]
-            self._sums[layer].add(chunk, summed.is_vision)
+            num_sets = chunk.num_groups
+            if self._sums is None:
+                num_all = self._context.shape.num_layers * num_sets
+                self._sums = RowSums(num_all, summed.num_tokens, self._context.device)
+            self._sums.add(chunk, summed.is_vision, layer * num_sets)
         if self._token_index is not None:
             return queries.index_select(0, self._token_index)
         return None
@@ -159,16 +158,19 @@ class PromptObservation:
         if layer + 1 < self._context.shape.num_layers and len(self._waiting) < due.layers_at_once:
             return
         waiting, self._waiting = self._waiting, []
-        first = layer + 1 - len(waiting)
-        rows = cache(partial(self._queries_of, due, first, [queries for queries, _ in waiting]))
-        self._score_layers(due, first, rows, [scale for _, scale in waiting])
+        first, scales = layer + 1 - len(waiting), [scale for _, scale in waiting]
+        self.exchanges.begin_section()
+        if self.error is None:
+            rows = cache(partial(self._queries_of, due, first, [queries for queries, _ in waiting]))
+            self.attempt(partial(self._score_layers, due, first, rows, scales))
+        if self.error is not None and self._context.ranks.size > 1:
+            self.exchanges.begin_again()
+            self.attempt(partial(self._size_layers, due, first, len(scales)))
 
     def _queries_of(
         self, due: DueEviction, first: int, waiting: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """Return the queries of all observation rows in some layers, [L, O, H * G, D]."""
-        if self.error is not None:
-            raise self.error
         if due.stored is not None:
             return self._context.queries.load(slice(first, first + len(waiting)), due.stored)
         found = [queries for queries in waiting if queries is not None]
@@ -182,67 +184,107 @@ class PromptObservation:
         scales: Sequence[float],
     ) -> None:
         """Let the policy score some layers as if their token sets belonged to one layer."""
-        policy, prompt = due.policy, due.prompt
+        prompt, num_layers = due.prompt, len(scales)
+
+        def own(kind: RowSet) -> Attention:
+            """Return the attention of this rank's heads."""
+            voting = due.voting.get(kind)
+            if voting is None:
+                assert self._sums is not None, "every row was summed"
+                num_sets = self._num_sets(due)
+                return self._sums.of_sets(slice(first * num_sets, (first + num_layers) * num_sets))
+            observed = self._observe(voting, first, queries(), scales)
+            return due.keys.attention(observed, first, voting.positions)
+
+        gate_outputs = None
+        if due.policy.score.gates is not None:
+            outputs = self._context.gate_outputs
+            assert outputs is not None, "build_policy refuses the score without gates"
+            gate_outputs = due.keys.read(outputs.values, first, num_layers)
+        view_of = partial(self._view, due, first, num_layers, prompt, own, gate_outputs)
+        scores, strengths, masses = self._vote(due, view_of)
+        present = due.keys.present_in(first, num_layers, self._num_sets(due))
+        # Copy the candidates: a view would keep the tail's columns alive as well.
+        pooled = due.policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
+        scores = scores[:, : prompt.num_candidates]
+        self._keep(due, num_layers, pooled.contiguous(), scores, strengths, masses)
+
+    def _size_layers(self, due: DueEviction, first: int, num_layers: int) -> None:
+        """Take this rank's part in the scoring of some layers, without values."""
+        prompt = replace(due.prompt, is_vision=due.prompt.is_vision.to("meta"))
+        num_sets = num_layers * self._num_sets(due)
+
+        def own(kind: RowSet) -> Attention:
+            rows = due.voting[kind].positions if kind in due.voting else None
+            return UnknownAttention(num_sets, prompt.num_tokens, rows)
+
+        outputs = torch.empty(num_sets, prompt.num_tokens, device="meta")
+        view_of = partial(self._view, due, first, num_layers, prompt, own, outputs)
+        scores, strengths, masses = self._vote(due, view_of)
+        scores = scores[:, : prompt.num_candidates]
+        self._keep(due, num_layers, scores, scores, strengths, masses)
+
+    def _vote(
+        self, due: DueEviction, view_of: Callable[[RowSet], LayerView]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return scores before pooling, strengths, and masses for a guard."""
+        policy = due.policy
+        view = view_of(policy.score.rows)
+        scores = policy.scores(view)
+        masses = view.attention.column_sums if due.eviction.guard is not None else None
+        if policy.allocation.rows not in ("none", policy.score.rows):
+            view = view_of(policy.allocation.rows)
+        return scores, policy.allocation.strength(view, scores), masses
+
+    def _keep(
+        self,
+        due: DueEviction,
+        num_layers: int,
+        pooled: torch.Tensor,
+        unpooled: torch.Tensor,
+        strengths: torch.Tensor,
+        masses: torch.Tensor | None,
+    ) -> None:
+        """Keep what some layers showed until the decision; tensors are [num_layers * S, *]."""
 
         def by_layer(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return values.unflatten(0, (len(scales), -1)).unbind()
+            return values.unflatten(0, (num_layers, -1)).unbind()
 
-        view = self._view(due, policy.score.rows, first, queries, scales)
-        scores = policy.scores(view)
-        if due.eviction.guard is not None:
-            self.masses.extend(by_layer(view.attention.column_sums))
-        if policy.allocation.rows not in ("none", policy.score.rows):
-            view = self._view(due, policy.allocation.rows, first, queries, scales)
-        self.strengths.extend(by_layer(policy.allocation.strength(view, scores)))
-        present = due.keys.present_in(first, len(scores))
-        # Copy the candidates: a view would keep the tail's columns alive as well.
-        pooled = policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
-        self.scores.extend(by_layer(pooled.contiguous()))
+        self.scores.extend(by_layer(pooled))
+        self.strengths.extend(by_layer(strengths))
         if due.keeps_unpooled:
-            self.unpooled.extend(by_layer(scores[:, : prompt.num_candidates].contiguous()))
+            self.unpooled.extend(by_layer(unpooled.contiguous()))
+        if masses is not None:
+            self.masses.extend(by_layer(masses))
 
     def _view(
         self,
         due: DueEviction,
-        kind: RowSet,
         first: int,
-        queries: Callable[[], torch.Tensor],
-        scales: Sequence[float],
+        num_layers: int,
+        prompt: Prompt,
+        own: Callable[[RowSet], Attention],
+        gate_outputs: torch.Tensor | None,
+        kind: RowSet,
     ) -> LayerView:
         """Return what a part of the policy sees of some layers that uses the row set `kind`."""
-        context, voting = self._context, due.voting.get(kind)
-
-        def own() -> Attention:
-            """Return the attention of this rank's heads."""
-            if self.error is not None:
-                raise self.error
-            if voting is None:
-                return self._sums[first]
-            observed = self._observe(voting, first, queries(), scales)
-            return due.keys.attention(observed, first, voting.positions)
-
         attention = NO_ATTENTION
         if kind != "none":
-            attention = context.ranks.attention(
-                own,
-                voting.positions if voting else None,
-                due.prompt.num_tokens,
-                due.policy.statistics(kind),
-                due.per_head,
-            )
-        num_sets = context.shape.num_heads if due.per_head else 1
-        gate_outputs = None
-        if due.policy.score.gates is not None:
-            assert context.gate_outputs is not None, "build_policy refuses the score without gates"
-            gate_outputs = due.keys.read(context.gate_outputs.values, first, len(scales))
+            declared = due.policy.statistics(kind)
+            attention = self.exchanges.attention(partial(own, kind), declared, due.per_head)
+        num_sets = self._num_sets(due)
         return LayerView(
-            context.stages.first_layer + first,
-            len(scales) * num_sets,
-            due.prompt,
+            self._context.stages.first_layer + first,
+            num_layers * num_sets,
+            prompt,
             attention,
-            context.ranks.part * num_sets if due.per_head else 0,
+            self._context.ranks.part * num_sets if due.per_head else 0,
             gate_outputs=gate_outputs,
         )
+
+    def _num_sets(self, due: DueEviction) -> int:
+        """Return S, the token sets of a layer on this rank."""
+        return self._context.shape.num_heads if due.per_head else 1
 
     def _observe(
         self, rows: Rows, first: int, queries: torch.Tensor, scales: Sequence[float]
@@ -271,28 +313,57 @@ class PromptObservation:
     # -- all layers ---------------------------------------------------------------------
 
     def gather(self, due: DueEviction) -> ScoredPrompt:
-        """Stack what the layers showed, over the heads of all ranks."""
-        seen: dict[str, Sequence[torch.Tensor]] = {
-            name: by_layer
+        """Stack what the layers showed; over the heads of all ranks, where these compete."""
+        context, ranks, stages = self._context, self._context.ranks, self._context.stages
+        seen = {
+            name: self._stacked(by_layer)
             for name in ("scores", "strengths", "masses", "unpooled")
             if (by_layer := getattr(self, name))
         }
-        present = due.keys.present(self.scores[0].shape[0])
-        if present is not None:
-            seen["present"] = present[..., : due.prompt.num_candidates].unbind()
-        context, ranks, stages = self._context, self._context.ranks, self._context.stages
-        stacked = ranks.stack(list(seen.values()), due.per_head)
+        if not due.eviction.is_whole:
+            seen["present"] = self._present(due, seen["scores"])
+        gathers = due.gathers_heads and ranks.num_parts > 1
+        if gathers:
+            seen = dict(zip(seen, self.exchanges.gather_all(list(seen.values())), strict=True))
         num_heads = context.shape.num_heads
+        num_parts = ranks.num_parts if gathers or not due.per_head else 1
+        part = ranks.part if num_parts > 1 else 0
         return ScoredPrompt(
             due.policy,
             due.prompt,
-            num_heads=num_heads * ranks.num_parts,
+            num_heads=num_heads * num_parts,
             block_size=context.shape.block_size,
             floor_pages=self._config.floor_pages
             + due.eviction.protected_pages(context.shape.block_size),
-            num_parts=ranks.num_parts,
-            heads=slice(ranks.part * num_heads, (ranks.part + 1) * num_heads),
-            agree=ranks.first,
+            num_parts=num_parts,
+            heads=slice(part * num_heads, (part + 1) * num_heads),
+            agree=self.exchanges.first if ranks.size > 1 else lambda find: find(),
             depth=Depth(stages.first_layer, stages.model_layers),
-            **dict(zip(seen, stacked, strict=True)),
+            first_head=0 if num_parts > 1 else ranks.part * num_heads,
+            **seen,
         )
+
+    def follow(self, due: DueEviction) -> None:
+        """Take this rank's part in a decision, without values, after an error."""
+        self.exchanges.begin_again()
+        if len(self.scores) < self._context.shape.num_layers:
+            return  # the method itself does not take this prompt, on any rank
+        scored = self.gather(due)
+        if due.eviction.guard is not None:
+            scored.agree(lambda: torch.empty((), dtype=torch.int64, device="meta"))
+
+    def _stacked(self, by_layer: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return [L, *]; after an error, without values."""
+        if self.error is None:
+            return torch.stack(tuple(by_layer))
+        last = by_layer[-1]
+        return torch.empty(len(by_layer), *last.shape, dtype=last.dtype, device="meta")
+
+    def _present(self, due: DueEviction, scores: torch.Tensor) -> torch.Tensor:
+        """Return which candidates earlier cuts left, bool [L, S, C]."""
+        if self.error is not None:
+            return scores.bool()
+        num_layers, num_sets, num_candidates = scores.shape
+        present = due.keys.present_in(0, num_layers, num_sets)
+        assert present is not None, "the row was cut before"
+        return present[:, :num_candidates].unflatten(0, (num_layers, num_sets))

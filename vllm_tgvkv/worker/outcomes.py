@@ -12,16 +12,20 @@ import torch
 
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Eviction, Failure, Outcome
 from vllm_tgvkv.shared.trace import Trace, Traces
+from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
-from vllm_tgvkv.worker.stages import StageOutcomes, Stages
+from vllm_tgvkv.worker.stages import StageOutcomes
 from vllm_tgvkv.worker.stopwatch import Stopwatch
+
+_REASON_BYTES = 256
+"""Of the text of what failed, as far as other ranks learn it."""
 
 
 @dataclass(frozen=True)
 class PendingOutcome:
     """An eviction that this rank has carried out, while its numbers are still on the device.
 
-    It counts once all ranks have carried it out.
+    It counts if all ranks have carried it out.
     """
 
     eviction: Eviction
@@ -41,11 +45,13 @@ class PendingOutcome:
 
     def numbers(self) -> torch.Tensor:
         """Return the blocks of tokens and the vision tokens, int64 [2]."""
-        assert self.num_vision is not None, "the eviction is not reported"
-        return torch.stack((self.num_token_blocks, self.num_vision))
+        num_vision = self.num_vision
+        if num_vision is None:
+            num_vision = torch.zeros_like(self.num_token_blocks)
+        return torch.stack((self.num_token_blocks, num_vision))
 
     def of_stage(self, numbers: Sequence[int], block_size: int) -> Outcome:
-        """Return the outcome in this stage's layers from its `numbers`."""
+        """Return the outcome in this stage's layers from its `numbers`; vision counts all ranks."""
         num_token_blocks, num_vision = numbers
         eviction, is_vision = self.eviction, self.eviction.prompt.is_vision()
         num_seen = int(is_vision.sum())
@@ -79,52 +85,75 @@ class PendingChoice:
     trace: Trace | None
     """As in `PendingOutcome`; the number that came back is still missing."""
 
-    def numbers(self) -> torch.Tensor:
-        """Return the tokens that come back, int64 [1]."""
-        return self.num_moved[None]
-
-    def of_stage(self, numbers: Sequence[int], block_size: int) -> ChoiceOutcome:
-        """Return the outcome in this stage's layers from its `numbers`."""
-        moved = numbers[0] / self.num_pairs
+    def of_stage(self, num_moved: int) -> ChoiceOutcome:
+        """Return the outcome in this stage's layers from the number of tokens."""
+        moved = num_moved / self.num_pairs
         trace = None if self.trace is None else replace(self.trace, recalled=moved)
         return ChoiceOutcome(self.request_id, self.num_answer, moved, self.num_pairs, trace)
 
 
 class Outcomes:
-    """Outcomes of the evictions and choices of one step; starts their copy to the host."""
+    """Outcomes of the evictions and choices of one step; starts their copy to the host.
+
+    Where there are several ranks, it gathers the evictions' numbers first, with a reason for each
+    that failed. All ranks have the same evictions.
+    """
 
     def __init__(
         self,
         ended: Sequence[PendingOutcome | PendingChoice | ChoiceOutcome | Failure],
-        block_size: int,
+        context: ObserverContext,
         traces: Traces,
-        stages: Stages,
     ) -> None:
-        self._pending = [part for part in ended if isinstance(part, PendingOutcome | PendingChoice)]
-        self._known = [part for part in ended if isinstance(part, ChoiceOutcome | Failure)]
-        self._block_size = block_size
+        several = context.ranks.size > 1
+        self._evictions = [
+            part
+            for part in ended
+            if isinstance(part, PendingOutcome) or (several and isinstance(part, Failure))
+        ]
+        self._choices = [part for part in ended if isinstance(part, PendingChoice)]
+        self._known = [
+            part
+            for part in ended
+            if isinstance(part, ChoiceOutcome) or (not several and isinstance(part, Failure))
+        ]
+        self._ranks, self._stages = context.ranks, context.stages
+        self._block_size = context.shape.block_size
         self._traces = traces
-        self._stages = stages
-        numbers = [part.numbers() for part in self._pending]
-        self._sizes = [len(part) for part in numbers]
-        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._of_evictions = self._of_choices = torch.empty(0, dtype=torch.int64)
         self._copied: torch.cuda.Event | None = None
-        if self._pending:
-            on_device = torch.cat(numbers)
-            self._numbers = on_device.to("cpu", non_blocking=True)
-            if on_device.is_cuda:
-                self._copied = torch.cuda.Event(blocking=True)
-                self._copied.record()
+        if self._evictions:
+            gathered = context.ranks.gather(_numbers_and_reasons(self._evictions, context))
+            self._of_evictions = gathered.to("cpu", non_blocking=True)
+        if self._choices:
+            moved = torch.stack([part.num_moved for part in self._choices])
+            self._of_choices = moved.to("cpu", non_blocking=True)
+        if context.device.type == "cuda" and (self._evictions or self._choices):
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
 
     def of_stage(self) -> StageOutcomes:
         """Wait for the copy and return the outcomes in this stage's layers."""
         if self._copied is not None:
             self._copied.synchronize()
-        numbers = zip(self._pending, self._numbers.split(self._sizes), strict=True)
-        outcomes = [
-            pending.of_stage(of_one.tolist(), self._block_size) for pending, of_one in numbers
-        ]
+        outcomes: StageOutcomes = []
+        for index, part in enumerate(self._evictions):
+            outcomes.append(self._outcome(part, self._of_evictions[:, index].numpy()))
+        for choice, moved in zip(self._choices, self._of_choices.tolist(), strict=True):
+            outcomes.append(choice.of_stage(moved))
         return [*outcomes, *self._known]
+
+    def _outcome(self, part: PendingOutcome | Failure, of_ranks: np.ndarray) -> Outcome | Failure:
+        """Return an eviction's outcome from the numbers and reasons of all ranks, int64 [R, *]."""
+        if isinstance(part, Failure):
+            return part
+        for rank, words in enumerate(of_ranks[:, 2:]):
+            if words[:1].any():
+                reason = words.tobytes().rstrip(b"\0").decode(errors="ignore")
+                error = f"failed on rank {rank}: {reason}"
+                return Failure(part.eviction.request_id, error)
+        num_token_blocks, num_vision = of_ranks[self._ranks.rank, 0], of_ranks[:, 1].sum()
+        return part.of_stage([int(num_token_blocks), int(num_vision)], self._block_size)
 
     def read(self) -> list[Outcome | ChoiceOutcome | Failure]:
         """Wait for the copy and for all stages, store traces, and return what is to be counted.
@@ -135,7 +164,7 @@ class Outcomes:
         """
         evictions = {
             pending.eviction.request_id: pending.eviction
-            for pending in self._pending
+            for pending in self._evictions
             if isinstance(pending, PendingOutcome)
         }
         found: list[Outcome | ChoiceOutcome | Failure] = []
@@ -152,6 +181,30 @@ class Outcomes:
             if eviction.is_first or eviction.is_reported:
                 found.append(_of_request(part, eviction, self._block_size))
         return found
+
+
+def _numbers_and_reasons(
+    evictions: Sequence[PendingOutcome | Failure], context: ObserverContext
+) -> torch.Tensor:
+    """Return the numbers of evictions, int64 [E, 2 + words], with several ranks also reasons.
+
+    A reason is the text of what failed, in UTF-8; bytes are 0 if nothing did.
+    """
+    nothing = torch.zeros(2, dtype=torch.int64, device=context.device)
+    numbers = torch.stack(
+        [nothing if isinstance(part, Failure) else part.numbers() for part in evictions]
+    )
+    if context.ranks.size == 1:
+        return numbers
+    texts = np.zeros((len(evictions), _REASON_BYTES), np.uint8)
+    for text, part in zip(texts, evictions, strict=True):
+        if isinstance(part, Failure):
+            encoded = part.error.encode()[:_REASON_BYTES]
+            text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    words = texts.view(np.int64)
+    if not words.any():
+        return torch.cat((numbers, numbers.new_zeros(words.shape)), dim=1)
+    return torch.cat((numbers, context.to_device(words)), dim=1)
 
 
 def _of_request(joined: Outcome, eviction: Eviction, block_size: int) -> Outcome:

@@ -5,14 +5,20 @@ Every rank runs the whole eviction for its own heads, on its own pages, by the o
 Values that must not differ between ranks are computed by each of them from the same numbers:
 
 - where heads of several ranks share a token set, the policy sees the mean of the ranks' attention
-  statistics, so its scores and strengths are the same everywhere;
-- at granularity `head` the ranks exchange their scores and strengths once, after the last layer,
-  and each decides for all heads; at a cut after the first one, which of their tokens are left, too;
-- a prompt that fails anywhere on one rank fails on all: each exchange begins with a few numbers
-  that say where every rank is.
+  statistics, of as many layers at once as memory allows;
+- where heads with token sets of their own compete for pages, the ranks gather their scores and
+  strengths once, after the last layer, and each decides for all heads. Methods whose heads do not
+  compete exchange nothing;
+- after the step, the ranks gather a few numbers of each eviction, and the reasons of those that
+  failed on one of them.
 
-Ranks only ever gather. Each rank adds in the order of the ranks, so all get the same bits, whereas
-a reduction may add in any order.
+Ranks only ever gather, and never wait for the host: what is exchanged, and its size, follow from
+the plan. Each rank adds in the order of the ranks, so all get the same bits, whereas a reduction
+may add in any order.
+
+A rank whose part of an eviction raises still takes part in what follows. It goes on with tensors on
+the device `meta`, which have a shape and no values: so it learns how much the others wait for, and
+sends zeros. The others compute with them, and learn of the failure after the step.
 """
 
 from __future__ import annotations
@@ -24,8 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.kernels.statistics import KEY_STATISTICS, Statistic
-from vllm_tgvkv.policies import Attention
+from vllm_tgvkv.kernels.statistics import KEY_STATISTICS, Attention, Statistic
 from vllm_tgvkv.shared.layer_types import evicted_kv_heads
 
 if TYPE_CHECKING:
@@ -36,17 +41,12 @@ _BITS = torch.float32
 """All values are exchanged as bits of this type: vLLM's shared memory moves no integers."""
 
 
-class RankError(RuntimeError):
-    """Another rank could not do its part of an eviction."""
-
-
 class Ranks:
     """This rank's place among the ranks. By default it is the only one and exchanges nothing.
 
-    All ranks call the same methods in the same order. A rank that left a section early calls fewer
-    of them; the others learn of it at their next call and leave the section as well. `exchange`
-    gathers float32 `[n]` of each rank to `[size, n]` on each, bit by bit. Heads are spread as vLLM
-    does: equally, or `replicas` neighbours hold the same KV head.
+    All ranks call `gather` as often, in the same order, with as many bytes. `exchange` gathers
+    float32 `[n]` of each rank to `[size, n]` on each, bit by bit. Heads are spread as vLLM does:
+    equally, or `replicas` neighbours hold the same KV head.
     """
 
     def __init__(
@@ -64,115 +64,88 @@ class Ranks:
         self.part = rank // replicas
         """Index of this rank's part."""
         self._exchange = exchange
-        self._section = 0
-
-    def next_section(self) -> None:
-        """Begin a section of a step's work: a layer of a prompt, or its decision.
-
-        All ranks begin the same sections in the same order; one that fails in a section leaves it.
-        """
-        self._section += 1
 
     def shares_sets(self, per_head: bool) -> bool:
         """Return whether a token set belongs to heads of several ranks."""
         return self.size > 1 and (not per_head or self.replicas > 1)
 
-    def attention(
-        self,
-        own: Callable[[], Attention],
-        rows: Tensor | None,
-        num_keys: int,
-        statistics: frozenset[Statistic],
-        per_head: bool,
-    ) -> Attention:
-        """Return the attention that a policy sees of one layer.
-
-        Args:
-            own: returns the attention of this rank's heads.
-            rows: int64 `[O]`, positions of the rows; None for the row set `all`.
-            num_keys: P.
-            statistics: what the policy declares.
-            per_head: whether each head has its own token set.
-        """
-        if not self.shares_sets(per_head):
-            return own()
+    def sharing(self, per_head: bool) -> slice:
+        """Return the ranks that share a token set with this one."""
         first = self.part * self.replicas
-        members = slice(first, first + self.replicas) if per_head else slice(None)
+        return slice(first, first + self.replicas) if per_head else slice(None)
 
-        def mean(part: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-            return self._gather(part, dtype)[members].mean(dim=0)
+    def gather(self, values: Tensor) -> Tensor:
+        """Gather a tensor of each rank, of any shape X, to `[size, *X]`.
 
-        return SharedAttention(mean, own, rows, num_keys, statistics)
-
-    def stack(self, numbers: Sequence[Sequence[Tensor]], per_head: bool) -> list[Tensor]:
-        """Stack several lists of L tensors `[S, X]` of this rank to `[L, S of all parts, X]` each.
-
-        Token sets that the ranks share are the same on all of them. X values take whole multiples
-        of 4 bytes, in boolean tensors as well: blocks have a multiple of 4 tokens.
+        It takes whole multiples of 4 bytes, with booleans as well: blocks have a multiple of 4
+        tokens.
         """
-        own = [torch.stack(tuple(layers)) for layers in numbers]
-        if self.size == 1 or not per_head:
-            return own
-        sizes = [values.nbytes // _BITS.itemsize for values in own]
-        bits_of_all = self._gather(lambda: torch.cat([x.flatten().view(_BITS) for x in own]), _BITS)
-        stacked = []
-        of_parts = bits_of_all[:: self.replicas].split(sizes, dim=1)
-        for values, bits in zip(own, of_parts, strict=True):
-            by_part = bits.contiguous().view(values.dtype).view(self.num_parts, *values.shape)
-            stacked.append(by_part.transpose(0, 1).flatten(1, 2))
-        return stacked
+        if self.size == 1:
+            return values.unsqueeze(0)
+        bits = self._exchange(values.contiguous().flatten().view(_BITS))
+        return bits.contiguous().view(values.dtype).view(self.size, *values.shape)
+
+
+class Exchanges:
+    """The exchanges of one prompt, which are the same on all ranks.
+
+    They are made in sections, a part of the eviction that may raise. A rank that fails in one goes
+    through it again on the device `meta`, and from then on through all others: `gather` sends zeros
+    for tensors without values, except where it has sent them before.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._num_made = self._num_repeated = 0
+
+    def begin_section(self) -> None:
+        """Begin the next section."""
+        self._num_made = self._num_repeated = 0
+
+    def begin_again(self) -> None:
+        """Begin the section again, after it raised."""
+        self._num_repeated, self._num_made = self._num_made, 0
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Gather a tensor of each rank, of any shape X, to `[ranks, *X]`."""
+        self._num_made += 1
+        if not values.is_meta:
+            return self._ranks.gather(values)
+        if self._num_made > self._num_repeated:
+            self._ranks.gather(torch.zeros(values.shape, dtype=values.dtype, device=self._device))
+        return values.new_empty(self._ranks.size, *values.shape)
+
+    def gather_all(self, numbers: Sequence[Tensor]) -> list[Tensor]:
+        """Gather tensors `[L, S, *]` of each part of the heads to `[L, S of all parts, *]` each."""
+        sizes = [values.nbytes // _BITS.itemsize for values in numbers]
+        bits = torch.cat([values.contiguous().flatten().view(_BITS) for values in numbers])
+        of_parts = self.gather(bits)[:: self._ranks.replicas].split(sizes, dim=1)
+        gathered = []
+        for values, found in zip(numbers, of_parts, strict=True):
+            by_part = found.contiguous().view(values.dtype).view(len(found), *values.shape)
+            gathered.append(by_part.transpose(0, 1).flatten(1, 2))
+        return gathered
 
     def first(self, find: Callable[[], Tensor]) -> Tensor:
         """Return what `find`, an int64 scalar, is on the first rank."""
-        if self.size == 1:
-            return find()
-        return self._gather(lambda: find().flatten(), torch.int64)[0, 0]
+        return self.gather(find())[0]
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of an int64 scalar over the ranks."""
-        return value if self.size == 1 else self._gather(value.flatten, value.dtype).sum()
+    def attention(
+        self, own: Callable[[], Attention], statistics: frozenset[Statistic], per_head: bool
+    ) -> Attention:
+        """Return the attention that a policy sees, given a function for this rank's heads.
 
-    def agree(self, errors: Sequence[Exception | None]) -> list[Exception | None]:
-        """Return this rank's errors, with a `RankError` where only another rank has one."""
-        if self.size == 1:
-            return list(errors)
-        self.next_section()
-        failed = torch.tensor([error is not None for error in errors]).float()
-        self._meet()
-        ranks_failed = self._exchange(failed).t().tolist()
-        return [
-            error or _error_elsewhere(ranks)
-            for error, ranks in zip(errors, ranks_failed, strict=True)
-        ]
-
-    def _gather(self, part: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-        """Gather `[n]` of each rank to `[ranks, n]`; if `part` raises on one rank, all raise."""
-        bits, error = torch.empty(0), None
-        try:
-            bits = part().to(dtype).contiguous().view(_BITS)
-        except Exception as raised:
-            error = raised
-        self._meet(error)
-        return self._exchange(bits).view(dtype)
-
-    def _meet(self, error: Exception | None = None) -> None:
-        """Wait until all ranks are here; raise if one of them failed or has left the section.
-
-        A rank that is ahead of others waits until they have left their section and followed.
+        Where token sets belong to heads of several ranks, it is the mean of the ranks' statistics;
+        `statistics` are those that the policy declares.
         """
-        while True:
-            here = torch.tensor([self._section, error is not None])
-            sections, failed = self._exchange(here.view(_BITS)).view(here.dtype).unbind(1)
-            if (sections >= self._section).all():
-                break
-        error = error or _error_elsewhere((failed.bool() | (sections > self._section)).tolist())
-        if error is not None:
-            raise error
+        if not self._ranks.shares_sets(per_head):
+            return own()
+        members = self._ranks.sharing(per_head)
 
+        def mean(values: Tensor) -> Tensor:
+            return self.gather(values)[members].mean(dim=0)
 
-def _error_elsewhere(failed: Sequence[float]) -> RankError | None:
-    ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
-    return RankError(f"failed on rank {ranks}") if ranks else None
+        return SharedAttention(mean, own, statistics)
 
 
 _BY_MODALITY = ("text_column_sums", "vision_column_sums")
@@ -184,39 +157,46 @@ _OF_ONE_RANK = (
 
 
 class SharedAttention:
-    """The mean of several ranks' statistics of one layer, for a token set that they share.
+    """The mean of several ranks' statistics of some layers, for token sets that they share.
 
-    All ranks hold the same number of query heads, so this is the mean over all of these. A
-    statistic costs one exchange of a few numbers for each key, the first time it is read. See
+    All ranks hold the same number of query heads, so this is the mean over all of these. What one
+    pass over the keys brings is exchanged together, the first time that one of it is read. See
     `Attention` for the meaning of each.
     """
 
-    row_positions: Tensor
-    row_columns: Tensor
-
     def __init__(
         self,
-        mean: Callable[[Callable[[], Tensor], torch.dtype], Tensor],
+        mean: Callable[[Tensor], Tensor],
         own: Callable[[], Attention],
-        rows: Tensor | None,
-        num_keys: int,
         statistics: frozenset[Statistic],
     ) -> None:
         self._mean = mean
         self._own = cache(own)
-        self._num_keys = num_keys
         # Row averages only help a rank to weigh its own rows.
         known_later = {"row_averages", "column_maxima"} | KEY_STATISTICS
-        self._first_pass = ["column_sums", *sorted(statistics - known_later)]
+        self._first_pass = ("column_sums", *sorted(statistics - known_later))
         # Not cached properties: their lock would let ranks that are threads wait for each other.
         self._known: dict[str, Tensor] = {}
-        if rows is not None:
-            self.row_positions = rows
-            self.row_columns = rows.unsqueeze(0)
+
+    @property
+    def row_positions(self) -> Tensor:
+        return self._own().row_positions
+
+    @property
+    def row_columns(self) -> Tensor:
+        return self._own().row_columns
 
     @property
     def column_sums(self) -> Tensor:
-        return self._shared("column_sums", self._first_pass).float().unsqueeze(0)
+        return self._shared("column_sums", self._first_pass)
+
+    @property
+    def share_below(self) -> Tensor:
+        return self._declared("share_below")
+
+    @property
+    def row_entropies(self) -> Tensor:
+        return self._declared("row_entropies")
 
     @property
     def column_maxima(self) -> Tensor:
@@ -235,44 +215,31 @@ class SharedAttention:
 
     @property
     def is_seen(self) -> Tensor:
-        return self._columns(lambda: self._own().is_seen.float()) > 0.5
+        return self._own().is_seen
 
     @property
     def mean_cosines(self) -> Tensor:
-        return self._columns(lambda: self._own().mean_cosines)
+        return self._mean(self._own().mean_cosines)
 
     @property
     def value_norms(self) -> Tensor:
-        return self._columns(lambda: self._own().value_norms)
-
-    @property
-    def share_below(self) -> Tensor:
-        return self._declared("share_below")
-
-    @property
-    def row_entropies(self) -> Tensor:
-        return self._declared("row_entropies").float().unsqueeze(0)
+        return self._mean(self._own().value_norms)
 
     @property
     def text_column_sums(self) -> Tensor:
-        return self._shared("text_column_sums", _BY_MODALITY).unsqueeze(0)
+        return self._shared("text_column_sums", _BY_MODALITY)
 
     @property
     def vision_column_sums(self) -> Tensor:
-        return self._shared("vision_column_sums", _BY_MODALITY).unsqueeze(0)
+        return self._shared("vision_column_sums", _BY_MODALITY)
 
     def weighted_column_sums(self, weights: Tensor) -> Tensor:
-        return self._columns(lambda: self._own().weighted_column_sums(weights))
+        return self._mean(self._own().weighted_column_sums(weights))
 
     def renormalised_column_sums(
         self, keys: Tensor, weights: Tensor, last_row_only: bool = False
     ) -> Tensor:
-        return self._columns(
-            lambda: self._own().renormalised_column_sums(keys, weights, last_row_only)
-        )
-
-    def _columns(self, part: Callable[[], Tensor]) -> Tensor:
-        return self._mean(lambda: part().flatten(), torch.float32).unsqueeze(0)
+        return self._mean(self._own().renormalised_column_sums(keys, weights, last_row_only))
 
     def _declared(self, name: Statistic) -> Tensor:
         if name not in self._first_pass:
@@ -282,22 +249,45 @@ class SharedAttention:
         return self._shared(name, self._first_pass)
 
     def _shared(self, name: str, together: Sequence[str]) -> Tensor:
-        """Return a statistic `[n]`; the first one that is read brings all others of `together`."""
-
-        def part() -> Tensor:
-            own = self._own()
-            return torch.cat([getattr(own, each).flatten() for each in together])
-
+        """Return a statistic; the first one that is read brings all others of `together`."""
         if name not in self._known:
-            means = self._mean(part, torch.float64 if "share_below" in together else torch.float32)
-            sizes = [self._size(each) for each in together]
-            self._known.update(zip(together, means.split(sizes), strict=True))
+            parts = [getattr(self._own(), each) for each in together]
+            dtype = torch.float64 if "share_below" in together else torch.float32
+            means = self._mean(torch.cat([part.flatten().to(dtype) for part in parts]))
+            of_parts = means.split([part.numel() for part in parts])
+            for each, part, values in zip(together, parts, of_parts, strict=True):
+                self._known[each] = values.view(part.shape).to(part.dtype)
         return self._known[name]
 
-    def _size(self, name: str) -> int:
-        if name == "share_below":
-            return 1
-        return len(self.row_positions) if name == "row_entropies" else self._num_keys
+
+class UnknownAttention:
+    """Attention without values, on the device `meta`: shapes of the statistics of S token sets.
+
+    See `Attention` for the meaning of each.
+    """
+
+    def __init__(self, num_sets: int, num_tokens: int, row_positions: Tensor | None) -> None:
+        """Make it; `row_positions`, int64 `[O]`, is None for the row set `all`."""
+        self._num_sets = num_sets
+        columns = torch.empty(num_sets, num_tokens, device="meta")
+        self.column_sums = self.column_maxima = columns
+        self.text_column_sums = self.vision_column_sums = columns
+        self.past_importance = self.key_redundancy = columns
+        self.mean_cosines = self.value_norms = columns
+        self.is_seen = columns.bool()
+        self.share_below = torch.empty(num_sets, dtype=torch.float64, device="meta")
+        if row_positions is not None:
+            self.row_positions = row_positions.to("meta")
+            self.row_columns = self.row_positions.unsqueeze(0)
+            self.row_entropies = columns.new_empty(num_sets, len(row_positions))
+
+    def weighted_column_sums(self, weights: Tensor) -> Tensor:
+        return torch.empty_like(self.column_sums)
+
+    def renormalised_column_sums(
+        self, keys: Tensor, weights: Tensor, last_row_only: bool = False
+    ) -> Tensor:
+        return torch.empty_like(self.column_sums)
 
 
 def tensor_ranks(vllm_config: VllmConfig) -> Ranks:

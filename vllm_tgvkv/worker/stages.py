@@ -6,16 +6,19 @@ and a block is a page of every (layer, head) of the stage. Pages cannot move to 
 each stage runs the whole eviction for its own layers by the same plan, as if there were no others.
 
 Only the last stage answers the scheduler. In a step whose plan asks for evictions or choices, each
-earlier stage sends the last one its outcomes; all stages know it from the plan.
+earlier stage sends the last one its outcomes; all stages know it from the plan. It does so from a
+thread, which waits for the device, so that steps overlap as before. Of several tensor-parallel
+ranks only the first one of each stage does so, since vLLM reads the output of no other.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, Outcome, sums
 from vllm_tgvkv.shared.trace import join_traces
@@ -24,26 +27,19 @@ StageOutcomes: TypeAlias = list[Outcome | ChoiceOutcome | Failure]
 """The outcomes of one step in the layers of a stage."""
 
 
-class Message(Protocol):
-    """A message that is being sent."""
-
-    def wait(self) -> object:
-        """Wait until it is sent."""
-
-
 class Stages:
     """This stage's place in the pipeline. By default it is the only one and exchanges nothing.
 
     All stages run the same steps in the same order. `layers` has the number of layers of each.
-    `send` starts to send an object to the last stage; `receive` waits for the next object from the
-    stage of that index.
+    `send` sends an object to the last stage; `receive` waits for the next object from the stage of
+    that index. A rank without them is not asked for an answer.
     """
 
     def __init__(
         self,
         *layers: int,
         stage: int = 0,
-        send: Callable[[StageOutcomes], Message] | None = None,
+        send: Callable[[StageOutcomes], object] | None = None,
         receive: Callable[[int], StageOutcomes] | None = None,
     ) -> None:
         self.model_layers = sum(layers)
@@ -53,15 +49,20 @@ class Stages:
         self.size = len(layers)
         self.is_last = stage == self.size - 1
         self._send, self._receive = send, receive
-        self._sent: deque[Message] = deque()
+        self._thread = ThreadPoolExecutor(1, "outcomes")  # starts with the first message
+        self._sent: deque[Future[object]] = deque()
 
-    def tell(self, outcomes: StageOutcomes) -> None:
-        """Send this stage's outcomes of a step to the last stage."""
-        assert self._send is not None, "there is no other stage"
-        # At most `size` steps are in flight, so the oldest message has long arrived.
-        if len(self._sent) == self.size:
-            self._sent.popleft().wait()
-        self._sent.append(self._send(outcomes))
+    def tell(self, outcomes: Callable[[], StageOutcomes]) -> None:
+        """Send this stage's outcomes of a step, which may wait for the device, to the last stage.
+
+        It returns at once. What an earlier message raised is raised here.
+        """
+        send = self._send
+        if send is None:
+            return
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
+        self._sent.append(self._thread.submit(lambda: send(outcomes())))
 
     def join(self, outcomes: StageOutcomes) -> StageOutcomes:
         """Return the outcomes of a step in the layers of all stages; for the last stage only."""
@@ -125,16 +126,29 @@ def pipeline_stages(num_layers: int) -> Stages:
     All stages must call it at the same time.
     """
     import torch.distributed
-    from vllm.distributed import get_pp_group
+    from vllm.distributed import get_pp_group, get_tp_group
 
     group = get_pp_group()
     if group.world_size == 1:
         return Stages(num_layers)
     layers = [0] * group.world_size
     torch.distributed.all_gather_object(layers, num_layers, group=group.cpu_group)
+    # Messages of vLLM's groups must not come between those of the thread.
+    own = torch.distributed.new_group(group.ranks, backend="gloo", use_local_synchronization=True)
+    last = group.ranks[-1]
+
+    def send(outcomes: StageOutcomes) -> None:
+        torch.distributed.send_object_list([outcomes], dst=last, group=own)
+
+    def receive(stage: int) -> StageOutcomes:
+        received: list[StageOutcomes] = [[]]
+        torch.distributed.recv_object_list(received, src=group.ranks[stage], group=own)
+        return received[0]
+
+    stage, answers = group.rank_in_group, get_tp_group().is_first_rank
     return Stages(
         *layers,
-        stage=group.rank_in_group,
-        send=lambda outcomes: group.isend_object(outcomes, dst=group.world_size - 1),
-        receive=lambda stage: group.recv_object(src=stage),
+        stage=stage,
+        send=send if answers and not group.is_last_rank else None,
+        receive=receive if answers and group.is_last_rank else None,
     )

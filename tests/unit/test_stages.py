@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import threading
+import time
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
-from types import SimpleNamespace
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -36,14 +38,14 @@ class Pipeline:
     """The evictors of pipeline stages; the last one answers."""
 
     def __init__(self, layers: tuple[int, ...], config: Any, model: Model) -> None:
-        self.sent: dict[int, deque[Any]] = defaultdict(deque)
+        self.sent: dict[int, Queue[Any]] = defaultdict(Queue)
         self.model, self.evictors = model, []
         for stage, size in enumerate(layers):
             stages = Stages(
                 *layers,
                 stage=stage,
-                send=self.sent[stage].append,
-                receive=lambda s: self.sent[s].popleft(),
+                send=self.sent[stage].put,
+                receive=lambda s: self.sent[s].get(timeout=60),
             )
             cache = model.keys[:, stages.first_layer :][:, :size].contiguous()
             _, _, heads, group, head_size = model.queries.shape
@@ -64,7 +66,7 @@ class Pipeline:
             answers.append(evictor.take_outcomes())
         assert not any(answers[:-1])
         outcomes = answers[-1].read() if answers[-1] else []
-        assert not any(self.sent.values())
+        assert all(queue.empty() for queue in self.sent.values())
         assert len({outcome.request_id for outcome in outcomes}) == len(outcomes)
         return {outcome.request_id: outcome for outcome in outcomes}
 
@@ -174,17 +176,34 @@ def test_choices_are_joined_in_any_order() -> None:
         assert found.num_recalled is None
 
 
-def test_a_message_is_waited_for_once_more_are_sent_than_steps_can_be_in_flight() -> None:
-    sent: list[Any] = []
-    waited: list[int] = []
-
-    def send(found: Any) -> Any:
-        sent.append(found)
-        return SimpleNamespace(wait=partial(waited.append, len(sent) - 1))
-
-    stage = Stages(2, 1, 2, stage=1, send=send)
+def test_a_message_waits_for_the_device_in_its_own_thread() -> None:
+    """The step goes on; messages arrive in order, and what one of them raises is not lost."""
+    sent: Queue[str] = Queue()
+    on_device = threading.Event()
+    stage = Stages(2, 1, 2, stage=1, send=lambda found: sent.put(found[0].request_id))
     assert (stage.first_layer, stage.model_layers, stage.is_last) == (2, 5, False)
-    for number in range(5):
-        stage.tell([Failure(str(number), "")])
-        assert waited == list(range(number - 2))
-    assert len(sent) == 5
+
+    def outcomes(name: str) -> list[Any]:
+        assert on_device.wait(60)
+        return [Failure(name, "")]
+
+    for name in "abc":
+        stage.tell(partial(outcomes, name))
+    assert sent.empty()
+    on_device.set()
+    assert [sent.get(timeout=60) for _ in "abc"] == ["a", "b", "c"]
+
+    def lost() -> list[Any]:
+        raise RuntimeError("the device is gone")
+
+    stage.tell(lost)
+    time.sleep(0.5)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        stage.tell(partial(outcomes, "later"))
+
+
+def test_a_rank_that_is_not_asked_for_an_answer_sends_and_awaits_nothing() -> None:
+    """vLLM reads the output of each stage's first rank only: others would wait for ever."""
+    early, last = Stages(1, 1, stage=0), Stages(1, 1, stage=1)
+    early.tell(lambda: pytest.fail("nobody receives it"))
+    assert last.join([Failure("a", "")]) == [Failure("a", "")]

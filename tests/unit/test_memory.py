@@ -8,6 +8,7 @@ nothing. So evictions of any length run here as they would on a GPU, and every t
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu_worker import Worker
@@ -110,7 +113,9 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
     return AdjustedConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
-def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> int:
+def most_bytes(
+    config: EvictionConfig, num_tokens: int, later: bool = False, ranks: Ranks | None = None
+) -> int:
     """Return the most bytes that evicting one prompt takes, with the whole prompt retained.
 
     Methods with summaries retain a block less, of which two hold these.
@@ -121,7 +126,7 @@ def most_bytes(config: EvictionConfig, num_tokens: int, later: bool = False) -> 
     size = (2 * num_blocks + 2, *PAGES)
     cache = torch.empty(size, dtype=torch.bfloat16, device="meta")
     pool = page_pool(cache.unbind(1), SHAPE.group_size, slots_first=True)
-    evictor = Evictor(config, pool, Ranks(), Stages(SHAPE.num_layers))
+    evictor = Evictor(config, pool, ranks or Ranks(), Stages(SHAPE.num_layers))
     old = np.arange(1, num_blocks + 1, dtype=np.int32)
     prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 2000, None),))
     policy = config.build_policy(config.policy)
@@ -178,6 +183,62 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
         lines[name] //= 2
     least = 0.3 if num_tokens > 1 << 12 else 0
     assert least * sum(lines.values()) <= most <= sum(lines.values()), lines
+
+
+@pytest.fixture
+def gather() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """A collective among four ranks, as vLLM's, which moves nothing: there is only this one."""
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=store)
+
+    def gather(values: torch.Tensor) -> torch.Tensor:
+        gathered = values.new_empty(4, *values.shape)
+        torch.distributed.all_gather_into_tensor(gathered, values)
+        return gathered
+
+    yield gather
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("method", "granularity", "replicas", "exchanges"),
+    [
+        *(("tgv", "layer", 1, 17), ("vlcache", "layer", 1, 9), ("prefixkv", "layer", 1, 9)),
+        *(("aircache", "layer", 1, 33), ("h2o", "layer", 1, 3), ("adakv", "head", 1, 2)),
+        *(("dbtrimkv", "head", 1, 1), ("reach", "head", 1, 2), ("tgv", "head", 2, 18)),
+        *(("snapkv", "head", 2, 10), ("mixkv", "head", 2, 26)),
+    ],
+)
+def test_ranks_take_no_more_than_is_set_aside_and_never_wait(
+    no_kernels: None,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    method: str,
+    granularity: str,
+    replicas: int,
+    exchanges: int,
+) -> None:
+    """Nor much less. A read of any value by the host would raise.
+
+    With 512 rows of 131,072 tokens most methods score layer by layer, and exchange as often; a
+    guard adds its number, and masses of heads.
+    """
+    once = {"query_rows": 544, "defer": 0, "when": "always"}
+    config = settings(method, granularity, observation_window=512, **once)
+    sent: list[int] = []
+
+    def counted(values: torch.Tensor) -> torch.Tensor:
+        sent.append(values.nbytes)
+        return gather(values)
+
+    ranks = Ranks(4, 1, replicas, counted)
+    with NoSynchronisation():
+        most = most_bytes(config, TOKENS, ranks=ranks)
+    sizes = replace(SIZES, num_ranks=4, num_parts=ranks.num_parts)
+    lines = memory._of_method(config, config.build_policy(method), sizes)
+    for name in ("scores", "masses", "column sums"):
+        lines[name] //= 2
+    assert 0.25 * sum(lines.values()) <= most <= sum(lines.values()), lines
+    assert len(sent) == exchanges
 
 
 def lines_of(config: EvictionConfig, **sizes: int) -> dict[str, int]:
@@ -363,6 +424,7 @@ def test_the_pool_gets_what_eviction_leaves(
     config = SimpleNamespace(
         additional_config={CONFIG_KEY: {"policy": "tgv"}},
         model_config=SimpleNamespace(max_model_len=TOKENS, dtype=torch.bfloat16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
     )

@@ -56,6 +56,14 @@ class Sizes:
     """Entries of a row of the block table."""
     workspace_bytes: int
     """Bound of each buffer of the statistics."""
+    num_ranks: int = 1
+    """Tensor-parallel ranks."""
+    num_parts: int = 1
+    """Those among them that hold different KV heads."""
+
+    def shares_sets(self, per_head: bool) -> bool:
+        """Return whether a token set belongs to heads of several ranks, see `Ranks`."""
+        return self.num_ranks > 1 and (not per_head or self.num_parts < self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -176,12 +184,17 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         "statistics": _of_statistics(config, policy, sizes, num_sets),
     }
     # Of one prompt at a time, one after the other:
-    stacked = (scores + guarded) * tokens
+    num_parts = sizes.num_parts if policy.granularity == "head" else 1
+    of_part = (scores + guarded) * tokens
+    stacked = of_part * num_parts
+    # One tensor of this rank, those of all as they arrive, and in the order of the heads.
+    gathered = of_part * (2 + sizes.num_ranks + num_parts) if num_parts > 1 else 0
     # Ranking keys, slice by slice, while the pages of every head are found.
-    choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * tokens
-    choice += 6 * _key_slice(sizes, num_sets)
+    choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * num_parts * tokens
+    choice += 6 * _key_slice(sizes, num_sets * num_parts)
     work = max(
-        _of_score(policy, sizes, num_sets),
+        _of_score(policy, sizes, num_sets) + _of_shared(policy, sizes, num_sets),
+        gathered,
         stacked + choice,
         stacked + _of_copy(policy, sizes, num_sets),
         stacked + (bytes_of_writing(shape, tokens) if policy.summaries is not None else 0),
@@ -200,7 +213,9 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
     if "all" in policy.row_sets:
         num_rows = max(num_rows, min(sizes.step_tokens, tokens))
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
-    num_layers = shape.num_layers if policy.scores_layers_together else 1
+    # All rows of a chunk are summed layer by layer.
+    waits = policy.scores_layers_together and policy.row_sets != ("all",)
+    num_layers = shape.num_layers if waits else 1
     scratch = _PARTIAL_SUMS + 16 * num_rows * num_layers * shape.num_heads * shape.group_size
     averages = 4 * num_sets * num_rows * (tokens + 128)  # of a layer
     if "row_averages" in queried:
@@ -209,7 +224,7 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
         scratch += _of_layers(averages, policy, sizes) // 64
     # Queries of the layers that wait, of all prompts, and then twice the queries of one prompt.
     row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
-    if policy.scores_layers_together:
+    if waits:
         scratch += min(sizes.workspace_bytes, num_layers * sizes.step_tokens * row)
     return scratch + 2 * _of_layers(config.num_query_rows * row, policy, sizes)
 
@@ -226,6 +241,17 @@ def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     of_keys = _of_keys(sizes, "key_redundancy" in queried) if KEY_STATISTICS & queried else 0
     of_tokens = policy.scoring_bytes(0) * num_sets * sizes.max_tokens
     return _of_layers(of_tokens, policy, sizes) + of_keys
+
+
+def _of_shared(policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what ranks exchange of the statistics of token sets that they share.
+
+    The numbers of this rank, of all ranks, and their means, which stay while layers are scored.
+    """
+    if not sizes.shares_sets(policy.granularity == "head") or not policy.row_sets:
+        return 0
+    of_layer = 8 * num_sets * (sizes.max_tokens + 128)
+    return (2 + sizes.num_ranks + len(policy.row_sets)) * _of_layers(of_layer, policy, sizes)
 
 
 def _of_keys(sizes: Sizes, all_similarities: bool) -> int:

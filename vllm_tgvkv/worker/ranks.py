@@ -109,7 +109,7 @@ class Exchanges:
     def gather(self, values: Tensor) -> Tensor:
         """Gather a tensor of each rank, of any shape X, to `[ranks, *X]`."""
         self._num_made += 1
-        if not values.is_meta:
+        if values.device.type == self._device.type:
             return self._ranks.gather(values)
         if self._num_made > self._num_repeated:
             self._ranks.gather(torch.zeros(values.shape, dtype=values.dtype, device=self._device))

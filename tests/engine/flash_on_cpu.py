@@ -148,17 +148,26 @@ def write_cache(
     value_cache[blocks, places] = value[: len(slot_mapping)][written]
 
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch, worker_cls: type[EvictionCPUWorker] = FlashOnCPUWorker
-) -> None:
-    """Make engines with eviction that start later in this process use the CUDA backend."""
+def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace FlashAttention's functions in this process."""
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
     # It schedules stock attention's work, which `attend` does not need.
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", lambda **ignored: None, raising=False)
-    worker = f"{worker_cls.__module__}.{worker_cls.__qualname__}"
-    cuda = replace(platforms.CUDA, worker_cls=worker, attention_backend="CPU_ATTN")
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, worker_cls: type[EvictionCPUWorker] = FlashOnCPUWorker
+) -> None:
+    """Make engines with eviction that start later in this process use the CUDA backend."""
+    pretend_kernels(monkeypatch)
+    use_worker(monkeypatch, f"{worker_cls.__module__}.{worker_cls.__qualname__}")
+
+
+def use_worker(monkeypatch: pytest.MonkeyPatch, worker_cls: str) -> None:
+    """Make engines with eviction start this worker, with what the platform CUDA can do."""
+    cuda = replace(platforms.CUDA, worker_cls=worker_cls, attention_backend="CPU_ATTN")
     platform = replace(cuda, has_other_backends=False, skips_hidden_keys=True)
     monkeypatch.setattr(platforms, "CPU", platform)
 

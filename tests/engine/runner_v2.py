@@ -104,6 +104,6 @@ def pretend_gpu_worker() -> None:
     import pytest
 
     from tests.engine import flash_on_cpu
-    from tests.engine.runner_v2_worker import EvictingV2Worker
 
-    flash_on_cpu.pretend(pytest.MonkeyPatch(), EvictingV2Worker)
+    worker = "tests.engine.runner_v2_worker.EvictingV2Worker"
+    flash_on_cpu.use_worker(pytest.MonkeyPatch(), worker)

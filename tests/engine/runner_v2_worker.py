@@ -9,20 +9,23 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu import model_runner as cpu
 
-from tests.engine.flash_on_cpu import FlashOnCPUWorker
+from tests.engine import flash_on_cpu
 from vllm_tgvkv.worker.base import EvictingWorker
 from vllm_tgvkv.worker.cuda import EvictingModelRunnerV2, EvictionGPUWorker
 from vllm_tgvkv.worker.model_runner import RowsV2
+
+flash_on_cpu.pretend_kernels(pytest.MonkeyPatch())
 
 
 class EvictingV2Runner(EvictingModelRunnerV2, cpu.CPUModelRunner):
     """The evicting runner, which warms up like vLLM's CPU runner."""
 
 
-class EvictingV2Worker(FlashOnCPUWorker):
+class EvictingV2Worker(flash_on_cpu.FlashOnCPUWorker):
     """The CPU worker, with `EvictingV2Runner` and the GPU worker's treatment of it."""
 
     rewrite_rows = EvictionGPUWorker.rewrite_rows

@@ -8,6 +8,8 @@ GPU's. Every step is scheduled before the previous step's tokens are known.
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -45,6 +47,23 @@ def test_tokens_and_kept_positions_are_the_oracles(
     fields: dict[str, int],
 ) -> None:
     process.submit(globals()[case], tiny_model(arch, **fields)).result()
+
+
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    [
+        pytest.param("ranks", "schedule", marks=pytest.mark.nightly),
+        pytest.param("stages", "ceiling", marks=pytest.mark.nightly),
+        pytest.param("grid", "ceiling", marks=pytest.mark.nightly),
+    ],
+)
+def test_cuts_in_several_workers(
+    tiny_model: Callable[..., Path], tmp_path: Path, split: str, kind: str
+) -> None:
+    """On two ranks, in two stages, and both."""
+    folder = tiny_model("llava", image_size=112, layers=5)
+    program = [sys.executable, "-m", "tests.engine.split_on_runner_v2"]
+    subprocess.run([*program, str(folder), str(tmp_path), split, kind], check=True, timeout=600)
 
 
 # -- run in the other process, which must not have imported vLLM before ----------------------

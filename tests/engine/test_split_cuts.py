@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts after the first one in engines of several ranks and stages, each a process with a core.
 
-The oracle is one process: it decides when a request is cut, deals the pages of each rank and stage,
-and hides the keys that each head loses. Prompts come in chunks, the pool is too small for all, and
-freed blocks are filled with NaN.
+Both attention backends are tried; FlashAttention is pretended (`flash_on_cpu.py`), and its engines
+schedule steps ahead. The oracle is one process: it decides when a request is cut, deals the pages
+of each rank and stage, and hides the keys that each head loses. Prompts come in chunks, the pool is
+too small for all, and freed blocks are filled with NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from oracle.emulation import Eviction, Oracle
+from tests.engine import flash_on_cpu
 from tests.engine.changes import assert_changes_agree, causes_of, restore_soon
 from tests.engine.gated import gated_oracle
 from tests.engine.questions import DEBUG, album
@@ -75,21 +77,42 @@ SPLITS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("backend", "name", "kind"),
     [
-        ("ranks", "schedule"),
-        pytest.param("ranks", "ceiling", marks=pytest.mark.nightly),
-        pytest.param("stages", "schedule", marks=pytest.mark.nightly),
-        ("stages", "ceiling"),
-        pytest.param("grid", "ceiling", marks=pytest.mark.nightly),
+        ("flash", "ranks", "schedule"),
+        ("flash", "stages", "ceiling"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                *(("cpu", name, "schedule") for name in ("ranks", "stages")),
+                *(("cpu", name, "ceiling") for name in SPLITS),
+                ("flash", "grid", "ceiling"),
+            )
+        ),
     ],
 )
 def test_every_cut_leaves_what_one_process_leaves(
-    tiny_model: Callable[..., Path], tmp_path: Path, name: str, kind: str
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    name: str,
+    kind: str,
 ) -> None:
+    if backend == "flash":
+        flash_on_cpu.use_worker(monkeypatch, "tests.engine.flash_worker.FlashWorker")
+        flash_on_cpu.schedule_ahead(monkeypatch)
     folder = tiny_model("llava", image_size=112, layers=sum(LAYERS))
+    serve(folder, tmp_path, name, kind)
+
+
+def serve(folder: Path, gates: Path, name: str, kind: str) -> None:
+    """Serve requests in an engine and assert the oracle's answers and cuts.
+
+    `gates` is a folder for gates that are made here.
+    """
     torch.manual_seed(5)
-    oracle, split = gated_oracle(folder, tmp_path, "rg10"), SPLITS[name]
+    oracle, split = gated_oracle(folder, gates, "rg10"), SPLITS[name]
     fewer = (*FEWER[:2], FEWER[-1]) if name == "grid" else FEWER
     names = {"schedule": tuple(NAMES), "ceiling": fewer}[kind]
     asks = [ask(seed, method, kind) for seed, method in enumerate(names)]
@@ -97,7 +120,7 @@ def test_every_cut_leaves_what_one_process_leaves(
         "policy": "tgv",
         "observation_window": ROWS,
         "methods": NAMES,
-        "gates": str(tmp_path),
+        "gates": str(gates),
         "decode": DECODE[kind],
         "debug": DEBUG,
     }

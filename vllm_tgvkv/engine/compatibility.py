@@ -369,16 +369,6 @@ def _rank_refusals(
     }
     return (
         (
-            ranks > 1 and not platform.supports_ranks,
-            f"tensor parallelism (--tensor-parallel-size {ranks}) on this platform",
-            "use --tensor-parallel-size 1",
-        ),
-        (
-            stages > 1 and not platform.supports_stages,
-            f"pipeline parallelism (--pipeline-parallel-size {stages}) on this platform",
-            "use --pipeline-parallel-size 1",
-        ),
-        (
             shared_maxima,
             f"reduce: max (or retentive_spread) of the method {shared_maxima} where "
             f"heads of several ranks share a token set (--tensor-parallel-size {ranks})",

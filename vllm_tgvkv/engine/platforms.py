@@ -19,10 +19,6 @@ class Platform:
     """Whether vLLM may choose another for some models, which it says by naming it."""
     decode_kernels: tuple[str, ...] = ("stock",)
     """Values of the setting `decode_kernel`."""
-    supports_ranks: bool = False
-    """Whether several workers may share the KV heads (tensor parallelism)."""
-    supports_stages: bool = False
-    """Whether several workers may share the layers (pipeline parallelism)."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
     recall_tiers: tuple[str, ...] = ("memory",)
@@ -44,8 +40,6 @@ CPU = Platform(
     "vllm_tgvkv.worker.cpu.EvictionCPUWorker",
     "CPU_ATTN",
     has_other_backends=False,
-    supports_ranks=True,
-    supports_stages=True,
     supports_drafts=True,
     recall_tiers=("memory", "file"),
     skips_hidden_keys=True,

@@ -15,6 +15,7 @@ from benchmarks.bench import Bench, Part
 from benchmarks.costs import costs, methods, scheduler, steps
 from benchmarks.cuts import cuts
 from benchmarks.gain import gain, recall
+from benchmarks.ranks import ranks
 from benchmarks.scale import SCALES
 from benchmarks.switched import metrics, waiting
 from measure.facts import command_line
@@ -29,6 +30,7 @@ PARTS: dict[str, Part] = {
     "metrics": metrics,
     "waiting": waiting,
     "cuts": cuts,
+    "ranks": ranks,
 }
 
 

@@ -70,7 +70,7 @@ class Scale:
 
     parts: tuple[str, ...] = (
         *("costs", "methods", "gain", "recall"),
-        *("metrics", "waiting", "cuts", "scheduler", "steps"),
+        *("metrics", "waiting", "cuts", "ranks", "scheduler", "steps"),
     )
     """The parts that run when none are named."""
     rounds: int = 5

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -15,6 +16,7 @@ import torch
 from oracle.emulation import Eviction, Oracle
 from tests.engine.questions import DEBUG, album, budget
 from tests.engine.running import SHARED, Ask, SteppedEngine, name_of
+from vllm_tgvkv.worker.ranks import Exchanges
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -199,3 +201,64 @@ def test_ranks_report_the_same_status(running: ParallelEngine) -> None:
     first, second = running.llm.collective_rpc("kv_eviction_status")
     assert first == second
     assert first["pool"]["kv_heads"] == 2
+
+
+def count_exchanges(worker: Any) -> int:
+    """Return how often a worker has exchanged anything since the last call, and count on."""
+    ranks = worker.evictor.ranks
+    counted = getattr(ranks, "num_exchanges", 0)
+    if not hasattr(ranks, "num_exchanges"):
+        gather = ranks.gather
+
+        def counting(values: torch.Tensor) -> torch.Tensor:
+            ranks.num_exchanges += 1
+            return gather(values)
+
+        ranks.gather = counting
+    ranks.num_exchanges = 0
+    return counted
+
+
+def fail_at(worker: Any, call: int | None) -> None:
+    """Let the second rank run out of memory at an exchange of a prompt, before it is made."""
+    gather = Exchanges.gather
+    original = getattr(gather, "original", gather)
+    Exchanges.gather = original  # type: ignore[method-assign]
+    if call is None or worker.evictor.ranks.rank != 1:
+        return
+    calls = itertools.count()
+
+    def failing(self: Exchanges, values: torch.Tensor) -> torch.Tensor:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return original(self, values)
+
+    failing.original = original  # type: ignore[attr-defined]
+    Exchanges.gather = failing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "exchanges"),
+    [
+        *(("tgv_by_layer", 0.4, 2), ("snapkv_by_layer", 0.4, 1), ("h2o_by_layer", 0.4, 1)),
+        *(("tgv_by_head", 0.4, 1), ("snapkv_by_head", 0.4, 0), ("tgv_by_head", "auto:0.8", 2)),
+    ],
+)
+def test_a_failure_before_any_exchange_ends_one_request(
+    running: ParallelEngine, oracle: Oracle, name: str, value: Any, exchanges: int
+) -> None:
+    """And so often a prompt exchanges something; a step once more, for what ended in it."""
+    xargs = {"kv_eviction": name, **budget(value)}
+    ask = album(70, 20, 180, max_tokens=12, xargs=xargs)
+    running.llm.collective_rpc(count_exchanges)
+    assert running.run([ask])
+    found = running.llm.collective_rpc(count_exchanges)
+    assert found == [exchanges + 1] * 2
+    for call in range(exchanges):
+        running.llm.collective_rpc(fail_at, args=(call,))
+        (failed,) = running.run([ask])
+        assert failed.outputs[0].finish_reason == "error"
+        running.llm.collective_rpc(fail_at, args=(None,))
+        running.assert_forgotten()
+    good = with_method(album(71, 20, 150), name, value)
+    assert len(list(serve(oracle, running, [good]))) == 1

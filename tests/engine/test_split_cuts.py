@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts after the first one in engines of several ranks and stages, each a process with a core.
 
-Both attention backends are tried; FlashAttention is pretended (`flash_on_cpu.py`), and its engines
-schedule steps ahead. The oracle is one process: it decides when a request is cut, deals the pages
-of each rank and stage, and hides the keys that each head loses. Prompts come in chunks, the pool is
-too small for all, and freed blocks are filled with NaN.
+Both attention backends are tried; FlashAttention is pretended (`flash_on_cpu.py`), and its ranks
+have steps scheduled ahead. The oracle is one process: it decides when a request is cut, deals the
+pages of each rank and stage, and hides the keys that each head loses. Prompts come in chunks, the
+pool is too small for all, and freed blocks are filled with NaN.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def test_every_cut_leaves_what_one_process_leaves(
 ) -> None:
     if backend == "flash":
         flash_on_cpu.use_worker(monkeypatch, "tests.engine.flash_worker.FlashWorker")
-        flash_on_cpu.schedule_ahead(monkeypatch)
+        if len(SPLITS[name].stages) == 1:  # model runner V1 cannot do both
+            flash_on_cpu.schedule_ahead(monkeypatch)
     folder = tiny_model("llava", image_size=112, layers=sum(LAYERS))
     serve(folder, tmp_path, name, kind)
 

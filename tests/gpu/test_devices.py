@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction on two and on four GPUs: ranks, stages and both, on both model runners.
+
+As in `test_engine.py`, in bfloat16 against the oracle. Without as many GPUs a test is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from oracle.emulation import Oracle
+from tests.engine.running import assert_close
+from tests.engine.test_engine import tgv
+from tests.engine.test_parallel import ParallelEngine, workers
+from tests.gpu.test_engine import IMAGES, OPTIONS, requests
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("granularity", ["layer", "head"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+def test_tokens_and_kept_positions(
+    tiny_model: Callable[..., Path], runner: str, ranks: int, stages: int, granularity: str
+) -> None:
+    """Equal shares, so that neither ranks nor stages change what is kept.
+
+    Four ranks share two KV heads.
+    """
+    num_devices = ranks * stages
+    if torch.cuda.device_count() < num_devices:
+        pytest.skip(f"{num_devices} GPUs are needed, found {torch.cuda.device_count()}")
+    folder = tiny_model("llava", image_size=112, head_size=64)
+    settings = tgv(granularity) | {"policy": "snapkv"}
+    split = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    with workers(folder, settings, Joined, **split, **OPTIONS) as running:
+        running.num_stages = stages
+        assert_close(running, Oracle(folder), requests(IMAGES["llava"]))
+        running.assert_forgotten()
+
+
+class Joined(ParallelEngine):
+    """Joins what the workers kept, rank by rank and stage by stage."""
+
+    num_stages = 1
+
+    def kept(self, request_id: str, num_tokens: int) -> torch.Tensor | None:
+        if not all(self.cuts_on_workers(request_id)):
+            return None
+        parts = self.kept_on_workers(request_id, num_tokens)
+        num_ranks = len(parts) // self.num_stages
+        num_heads = self.llm.model_config.get_total_num_kv_heads()
+        every = max(1, num_ranks // num_heads)  # that many hold the same heads
+        stages = [parts[i : i + num_ranks : every] for i in range(0, len(parts), num_ranks)]
+        return torch.cat([torch.cat(list(ranks), dim=1) for ranks in stages])

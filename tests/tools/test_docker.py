@@ -16,19 +16,25 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
+import psutil
 import pytest
 import setuptools
 import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from measure.serving import group_members
 from tests.conftest import ROOT
+from tests.server.serving import eventually
+from tests.server.serving import serve as chat_server
 from tests.tools.programs import program
 from tests.tools.prometheus import running_prometheus
 from tests.tools.test_configs import engine_args, read, serve, serve_parser
@@ -157,6 +163,59 @@ def test_healthcheck_tells(path: Path) -> None:
         Health.status = 503
         assert not is_healthy(server.server_port)
         server.shutdown()
+
+
+def environment_of(path: Path) -> dict[str, str]:
+    """Return the variables of an image."""
+    (variables,) = final(path, "ENV")
+    return dict(re.findall(r"(\w+)=(\S+)", variables))
+
+
+def test_images_name_all_plugins() -> None:
+    """`VLLM_PLUGINS` is needed for the routes, and keeps out every plugin that it does not name."""
+    groups = ("general", "endpoint", "io_processor", "platform", "stat_logger")
+    plugins = {
+        entry_point.name
+        for group in groups
+        for entry_point in importlib.metadata.entry_points(group=f"vllm.{group}_plugins")
+        if entry_point.value.split(".")[0] in ("vllm", "vllm_tgvkv")
+    }
+    assert {"tgvkv", "lora_hf_hub_resolver"} < plugins
+    for path in DOCKERFILES:
+        assert set(environment_of(path)["VLLM_PLUGINS"].split(",")) == plugins, path
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_server_of_the_image_has_the_routes_and_health_waits_for_no_step(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A stopped engine stands for one in a long prefill: its probes must not fail."""
+    variables = {"VLLM_PLUGINS": environment_of(DOCKERFILES[0])["VLLM_PLUGINS"]}
+    model = tiny_model("llava", image_size=112)
+    with chat_server(model, tmp_path / "log", {}, environment=variables) as server:
+        assert httpx.get(f"{server.url}/kv-eviction/status", timeout=30).status_code == 200
+        (engine,) = (
+            process
+            for process in map(psutil.Process, group_members(server.process.pid))
+            if "EngineCore" in " ".join(process.cmdline())
+        )
+        engine.suspend()
+        took = []
+        for _ in range(3):
+            begin = time.monotonic()
+            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+            took.append(time.monotonic() - begin)
+        assert min(took) < 1
+        engine.kill()
+
+        def is_unhealthy() -> bool:
+            try:
+                return httpx.get(f"{server.url}/health", timeout=30).status_code == 503
+            except httpx.TransportError:
+                return True  # vLLM has ended the server
+
+        assert eventually(is_unhealthy)
 
 
 # Installation
@@ -404,6 +463,11 @@ NODE_GROUPS: dict[str, Any] = {
     "extraVolumeMounts": [{"name": "defaults", "mountPath": "/etc/kv-eviction", "readOnly": True}],
     "podMonitor": {"enabled": True},
 }
+LARGE = read(DOCKER / "helm/qwen3-vl-32b.yaml")
+LARGE_ON_TWO = {
+    **LARGE,
+    "server": {**LARGE["server"], **read(DOCKER / "helm/two-nodes.yaml")["server"]},
+}
 CLAIM, SCALER, BUDGET = "PersistentVolumeClaim", "HorizontalPodAutoscaler", "PodDisruptionBudget"
 DEPLOYMENT, GROUPS = "Deployment", "LeaderWorkerSet"
 VARIANTS: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -425,6 +489,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {DEPLOYMENT, CLAIM, BUDGET, SCALER},
     ),
     "groups of nodes": (NODE_GROUPS, {GROUPS, CLAIM, BUDGET, "PodMonitor"}),
+    "Qwen3-VL-32B": (
+        LARGE,
+        {DEPLOYMENT, CLAIM, BUDGET, "ConfigMap", "PodMonitor", "PrometheusRule"},
+    ),
+    "Qwen3-VL-32B on two nodes": (
+        LARGE_ON_TWO,
+        {GROUPS, CLAIM, BUDGET, "ConfigMap", "PodMonitor", "PrometheusRule"},
+    ),
     "an engine on each node": (
         {
             "server": {"dataParallelSize": 2, "tensorParallelSize": 8, "nodes": 2},
@@ -645,7 +717,8 @@ def test_arguments_are_read_by_vllm(
         arguments = [argument.replace("/etc/kv-eviction", f"{tmp_path}") for argument in arguments]
         if "ConfigMap" in objects:
             path = tmp_path / "config.yaml"
-            path.write_text(objects["ConfigMap"]["data"]["config.yaml"])
+            text = objects["ConfigMap"]["data"]["config.yaml"]
+            path.write_text(text.replace("/etc/kv-eviction", f"{tmp_path}"))
             arguments[arguments.index("/etc/vllm/config.yaml")] = str(path)
         args = serve(serve_parser, *arguments)
         assert args.tensor_parallel_size == ranks
@@ -666,7 +739,7 @@ def test_arguments_are_read_by_vllm(
         # What the nodes compare at start is the same.
         first, second = ({k: v for k, v in vars(a).items() if "kv_eviction" in k} for a in found)
         assert first == second
-        assert ("kv_eviction_config" in first) is (name == "groups of nodes")
+        assert ("kv_eviction_config" in first) is bool(values.get("extraVolumes"))
         assert found[0].model == found[1].model
 
 

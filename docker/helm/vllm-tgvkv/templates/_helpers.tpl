@@ -29,3 +29,18 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "vllm-tgvkv.claim" -}}
 {{ .Values.modelStorage.existingClaim | default (printf "%s-models" (include "vllm-tgvkv.fullname" .)) }}
 {{- end -}}
+
+{{- /* GPUs of a pod. */ -}}
+{{- define "vllm-tgvkv.gpus" -}}
+{{- $server := .Values.server -}}
+{{- $gpus := mul $server.tensorParallelSize $server.pipelineParallelSize $server.dataParallelSize -}}
+{{- if mod $gpus $server.nodes -}}
+{{- fail (printf "tensorParallelSize x pipelineParallelSize x dataParallelSize is %d GPUs: server.nodes (%d) has to divide it" $gpus (int $server.nodes)) -}}
+{{- end -}}
+{{- div $gpus $server.nodes -}}
+{{- end -}}
+
+{{- /* Seconds that a pod may take to start. */ -}}
+{{- define "vllm-tgvkv.startSeconds" -}}
+{{- mul .Values.probes.startup.periodSeconds .Values.probes.startup.failureThreshold -}}
+{{- end -}}

@@ -23,6 +23,8 @@ class Platform:
     """Whether several workers may share the KV heads (tensor parallelism)."""
     supports_stages: bool = False
     """Whether several workers may share the layers (pipeline parallelism)."""
+    supports_ray: bool = False
+    """Whether Ray may start workers and engines. vLLM itself has no Ray resource for CPUs."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
     recall_tiers: tuple[str, ...] = ("memory",)
@@ -57,6 +59,7 @@ CUDA = Platform(
     "vllm_tgvkv.worker.cuda.EvictionGPUWorker",
     "FLASH_ATTN",
     decode_kernels=("stock", "triton"),
+    supports_ray=True,
     most_head_size=256,
     refused_flash_versions=(4,),
 )

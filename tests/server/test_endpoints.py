@@ -22,10 +22,10 @@ from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from tests.inputs import new_rng
 from tests.unit.test_trace import make_trace
 from vllm_tgvkv.config.server import CONFIG_KEY
-from vllm_tgvkv.shared.errors import EvictionConfigError
 from vllm_tgvkv.server.ask import token_texts
 from vllm_tgvkv.server.endpoints import EvictionEndpoints
 from vllm_tgvkv.shared.counters import EvictionCounters
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 POOL = {"blocks": 9, "block_size": 16, "layers": 2, "kv_heads": 4}
 

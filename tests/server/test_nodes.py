@@ -16,7 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from measure.serving import ServingError, free_port, process_group, vllm_executable
+from measure.serving import (
+    ServingError,
+    free_port,
+    process_group,
+    vllm_executable,
+    wait_until_healthy,
+)
 from tests.engine.running import engine
 from tests.server.serving import ENVIRONMENT, ChatServer, arguments_of, messages, serve
 
@@ -217,3 +223,35 @@ def test_replicas_that_vllm_counts_by_nodes(
 ) -> None:
     with nodes(folder, tmp_path, **of_group(data_parallel_size=2)) as server:
         assert ask(server, range(NUM_REQUESTS), num_engines=2) == alone
+
+
+@pytest.mark.nightly
+def test_api_servers_that_see_their_own_nodes_engines(
+    alone: list[Kept], folder: Path, tmp_path: Path
+) -> None:
+    """With `--data-parallel-hybrid-lb`, behind a load balancer: two engines on each node."""
+    flags = ["--data-parallel-size", "4", "--data-parallel-size-local", "2"]
+    flags += ["--data-parallel-hybrid-lb", "--data-parallel-address", "127.0.0.1"]
+    flags += ["--data-parallel-rpc-port", str(free_port()), "--api-server-count", "1"]
+    port, log = free_port(), tmp_path / "second.log"
+    environment = {**ENVIRONMENT, "VLLM_HOST_IP": "127.0.0.1"}
+    command = [vllm_executable(), *arguments_of(folder, {}), *flags, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--data-parallel-start-rank", "2"]
+    with (
+        process_group(command, log, environment, stop_seconds=0) as process,
+        serve(
+            folder,
+            tmp_path / "first.log",
+            {},
+            environment=environment,
+            flags=flags,
+            start_seconds=2 * START_SECONDS,
+        ) as first,
+    ):
+        second = ChatServer(f"http://127.0.0.1:{port}", process, log)
+        wait_until_healthy(second.url, process, log, START_SECONDS)
+        for server in (first, second):
+            assert ask(server, range(NUM_REQUESTS), num_engines=2) == alone
+        found = [engine["settings"] for server in (first, second) for engine in engines_of(server)]
+        assert len(found) == 4
+        assert len(set(found)) == 1

@@ -239,6 +239,13 @@ REFUSED = [
         **STAGES,
     ),
     case("by draft_model yet: use the method ngram", speculative_config=DRAFTS),
+    case(
+        "replicas of several nodes each (--nnodes 4 for --data-parallel-size 2) ... a server for "
+        "each replica, with a --master-port of its own",
+        nnodes=4,
+        **REPLICAS,
+        **RANKS,
+    ),
     case("KV connectors ... remove --kv-transfer-config", kv_transfer_config=CONNECTOR),
     case("KV connectors ... remove", kv_offloading_size=1.0),
     case("--runner pooling ... serve another model", runner="pooling"),
@@ -340,6 +347,10 @@ CHANGED = [
         "--distributed-executor-backend ray, which vLLM itself does not run on CPUs yet: use "
         "--distributed-executor-backend mp",
         {EXECUTOR: "ray"},
+    ),
+    changed(
+        "work with --distributed-executor-backend ours.Executor yet: use ... mp",
+        {EXECUTOR: "ours.Executor"},
     ),
     *(
         changed(
@@ -529,6 +540,7 @@ def test_several_nodes_and_ray_on_gpus_are_accepted(
         {"nnodes": 2, **RANKS},
         {"nnodes": 2, "node_rank": 1, **STAGES},
         {"nnodes": 2, **REPLICAS},
+        {"nnodes": 2, **REPLICAS, **RANKS},
         {"data_parallel_size_local": 1, **REPLICAS},
     ):
         configure(plain, **options)

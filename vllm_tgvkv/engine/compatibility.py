@@ -400,6 +400,7 @@ def _executor_refusals(
     """List what may not start the workers; `several` says how they share a model, if they do."""
     executor = parallel.distributed_executor_backend
     is_ray, use_mp = executor == "ray", "use --distributed-executor-backend mp"
+    known = (None, "mp", "ray") if several else (None, "mp", "ray", "uni", "external_launcher")
     return (
         (
             is_ray and not platform.supports_ray,
@@ -413,8 +414,9 @@ def _executor_refusals(
             f"leave the variable out, {use_mp}",
         ),
         (
-            several and executor not in (None, "mp", "ray"),
-            f"{several} and --distributed-executor-backend {executor}",
+            # Another class may call the model runner as well.
+            executor not in known,
+            f"{several and f'{several} and '}--distributed-executor-backend {executor}",
             use_mp,
         ),
     )
@@ -436,6 +438,13 @@ def _replica_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refu
             backend != "mp" and not platform.supports_ray,
             f"--data-parallel-backend {backend}, which vLLM itself does not run on CPUs",
             "use --data-parallel-backend mp",
+        ),
+        (
+            # Workers of all replicas would meet at one port, with the same ranks.
+            not vllm_config.model_config.is_moe and parallel.nnodes_within_dp > 1,
+            f"replicas of several nodes each (--nnodes {parallel.nnodes} for --data-parallel-size "
+            f"{replicas}), which vLLM itself gives one --master-port",
+            "start a server for each replica, with a --master-port of its own,",
         ),
     )
 

@@ -22,7 +22,7 @@ from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.server import schemas
 from vllm_tgvkv.server.access import Access, GuardedRoute, changeable_server, evicting_server
 from vllm_tgvkv.server.ask import ask
-from vllm_tgvkv.server.engines import ask_engines
+from vllm_tgvkv.server.engines import ask_engines, check_engines
 from vllm_tgvkv.shared.budget import written
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
@@ -240,4 +240,6 @@ class EvictionEndpoints:
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
         config = EvictionConfig() if engine_client is None else config_of(engine_client.vllm_config)
+        if engine_client is not None and config.active:
+            await check_engines(engine_client)
         state.kv_eviction = Access.of_server(engine_client, Defaults(config), args)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_tgvkv.shared.errors import EvictionConfigError, differences
+
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
@@ -33,3 +35,26 @@ async def ask_engines(
         return [await engine_client.collective_rpc(method, args=args)]
     answers: list[list[Any]] = await ask_all("collective_rpc", method, None, args, None)
     return answers
+
+
+async def check_engines(engine_client: EngineClient) -> None:
+    """Compare the settings of all engines, which nodes read from their own flags.
+
+    Raises:
+        EvictionConfigError: naming engine, setting and both values; or vLLM's error of an engine
+            that does not evict.
+    """
+    if engine_client.vllm_config.parallel_config.data_parallel_size == 1:
+        return
+    try:
+        engines = await ask_engines(engine_client, "kv_eviction_settings")
+    except Exception as error:
+        raise EvictionConfigError(
+            f"an engine cannot say how --kv-eviction is set ({error}): its node runs without the "
+            "flag, without vllm-tgvkv, or with another release of it; start every node with the "
+            "same flags and packages"
+        ) from error
+    # Workers of an engine have compared theirs.
+    problem = differences("engine", {rank: workers[0] for rank, workers in enumerate(engines)})
+    if problem is not None:
+        raise EvictionConfigError(problem)

@@ -49,6 +49,10 @@ class Pool(BaseModel):
 class Engine(BaseModel):
     """One engine; there are several with data parallelism."""
 
+    settings: str = Field(
+        description="Digest of the settings that the engine was started with. Engines whose nodes "
+        "have the same flags and versions show the same."
+    )
     totals: Totals
     pool: Pool
 

@@ -24,6 +24,7 @@ SOON_SECONDS = 120
 BLOCK_SIZE = 32
 VISION_TOKENS = 64
 """Tokens of an image of 112 x 112 pixels to the tiny LLaVA for images of that size."""
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PLUGINS": "tgvkv"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,21 @@ class ChatServer(serving.Server):
         }
 
 
+def arguments_of(
+    folder: Path, config: Mapping[str, Any] | None, budget: str | None = "0.1"
+) -> list[str]:
+    """Return the arguments of `vllm` that serve a model; without settings, without eviction."""
+    arguments = ["serve", str(folder), "--served-model-name", "tiny"]
+    arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    arguments += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "256"]
+    arguments += ["--limit-mm-per-prompt", '{"image": 2}', "--generation-config", "vllm"]
+    if config is None:
+        return arguments
+    arguments += ["--kv-eviction", config.get("policy", "tgv")]
+    arguments += ["--kv-eviction-budget", budget] if budget else []
+    return [*arguments, "--kv-eviction-config", json.dumps(config)]
+
+
 @contextmanager
 def serve(
     folder: Path,
@@ -72,23 +88,11 @@ def serve(
 
     `budget` is None for a server whose `decode.schedule` has the budgets.
     """
-    arguments = ["serve", str(folder), "--served-model-name", "tiny"]
-    arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-    arguments += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "256"]
-    arguments += ["--limit-mm-per-prompt", '{"image": 2}', "--generation-config", "vllm"]
-    arguments += ["--kv-eviction", config.get("policy", "tgv")]
-    arguments += ["--kv-eviction-budget", budget] if budget else []
-    arguments += ["--kv-eviction-config", json.dumps(config)]
-    arguments += ["--api-key", key] if key else []
-    arguments += flags
+    arguments = [*arguments_of(folder, config, budget), *(["--api-key", key] if key else [])]
     with serving.serving(
-        arguments,
+        [*arguments, *flags],
         log,
-        environment={
-            "VLLM_LOGGING_LEVEL": "DEBUG",
-            "VLLM_PLUGINS": "tgvkv",
-            **(environment or {}),
-        },
+        environment={**ENVIRONMENT, **(environment or {})},
         start_seconds=start_seconds,
         stop_seconds=0,
     ) as server:

@@ -25,6 +25,7 @@ from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.server.ask import token_texts
 from vllm_tgvkv.server.endpoints import EvictionEndpoints
 from vllm_tgvkv.shared.counters import EvictionCounters
+from vllm_tgvkv.shared.errors import EvictionConfigError
 
 POOL = {"blocks": 9, "block_size": 16, "layers": 2, "kv_heads": 4}
 
@@ -34,7 +35,9 @@ class EngineClient:
 
     def __init__(self, eviction: dict[str, Any] | None) -> None:
         additional = {} if eviction is None else {CONFIG_KEY: eviction}
-        self.vllm_config = SimpleNamespace(additional_config=additional)
+        parallel = SimpleNamespace(data_parallel_size=2)
+        self.vllm_config = SimpleNamespace(additional_config=additional, parallel_config=parallel)
+        self.settings = [{"kv_eviction.sinks": "4"}] * 2
         self.model_config = SimpleNamespace(served_model_name="tiny")
         self.engine_core = self
         rng = new_rng()
@@ -52,8 +55,11 @@ class EngineClient:
         ranks, stages = ([answer, others.get(worker_method, answer)] for answer in answers)
         return [ranks, stages[::-1]]
 
+    def kv_eviction_settings(self, engine: int) -> dict[str, str]:
+        return self.settings[engine]
+
     def kv_eviction_status(self, engine: int) -> dict[str, Any]:
-        return {"totals": EvictionCounters().as_dict(), "pool": POOL}
+        return {"settings": "a1", "totals": EvictionCounters().as_dict(), "pool": POOL}
 
     def kv_eviction_traces(self, engine: int) -> list[dict[str, Any]]:
         return [{**self.traces[engine].summary(), "time": float(engine)}]
@@ -89,6 +95,22 @@ def test_every_engine_is_in_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.post("/kv-eviction/status").status_code == 405
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     assert client(EngineClient(TGV)).get("/kv-eviction/status").status_code == 401
+
+
+def test_engines_with_other_settings_end_the_start() -> None:
+    """Nodes read their own flags; an engine without eviction does not know the call."""
+    engines = EngineClient(TGV)
+    engines.settings = [{"kv_eviction.sinks": "4"}, {"kv_eviction.sinks": "5"}]
+    with pytest.raises(EvictionConfigError, match=r"sinks is 5 on engine 1 of 2 and 4 on engine 0"):
+        client(engines)
+    engines.settings = engines.settings[:1]
+    with pytest.raises(EvictionConfigError, match="runs without the flag"):
+        client(engines)
+    engines.vllm_config.parallel_config.data_parallel_size = 1  # its workers have met
+    client(engines)
+    engines.vllm_config.parallel_config.data_parallel_size = 2
+    engines.vllm_config.additional_config = {}
+    client(engines)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
+from vllm.v1.executor import ray_utils
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
@@ -237,7 +239,13 @@ REFUSED = [
         **STAGES,
     ),
     case("by draft_model yet: use the method ngram", speculative_config=DRAFTS),
-    case("(--data-parallel-size-local 1 of 2) ... node", **REPLICAS, data_parallel_size_local=1),
+    case(
+        "replicas of several nodes each (--nnodes 4 for --data-parallel-size 2) ... a server for "
+        "each replica, with a --master-port of its own",
+        nnodes=4,
+        **REPLICAS,
+        **RANKS,
+    ),
     case("KV connectors ... remove --kv-transfer-config", kv_transfer_config=CONNECTOR),
     case("KV connectors ... remove", kv_offloading_size=1.0),
     case("--runner pooling ... serve another model", runner="pooling"),
@@ -329,18 +337,29 @@ CHANGED = [
     changed("a model that writes by diffusion", {"model_config.hf_config.canvas_length": 64}),
     changed("microbatches", {f"{PARALLEL}enable_dbo": True}),
     changed("sleep mode", {"model_config.enable_sleep_mode": True}),
-    changed("--data-parallel-backend mp", {f"{PARALLEL}data_parallel_backend": "ray"}, **REPLICAS),
+    changed(
+        "--data-parallel-backend ray, which vLLM itself does not run on CPUs yet: use "
+        "--data-parallel-backend mp",
+        {f"{PARALLEL}data_parallel_backend": "ray"},
+        **REPLICAS,
+    ),
+    changed(
+        "--distributed-executor-backend ray, which vLLM itself does not run on CPUs yet: use "
+        "--distributed-executor-backend mp",
+        {EXECUTOR: "ray"},
+    ),
+    changed(
+        "work with --distributed-executor-backend ours.Executor yet: use ... mp",
+        {EXECUTOR: "ours.Executor"},
+    ),
     *(
-        changed(f"{kind} parallelism {said}", {f"{PARALLEL}{field}": value}, **options)
-        for kind, options in (("tensor", RANKS), ("pipeline", STAGES))
-        for field, value, said in (
-            (
-                "distributed_executor_backend",
-                "ray",
-                "and --distributed-executor-backend ray ... mp",
-            ),
-            ("nnodes", 2, "over several nodes (--nnodes 2) ... --nnodes 1"),
+        changed(
+            f"{kind} parallelism and --distributed-executor-backend external_launcher yet: use ... "
+            "mp",
+            {EXECUTOR: "external_launcher"},
+            **options,
         )
+        for kind, options in (("tensor", RANKS), ("pipeline", STAGES))
     ),
     *(
         changed(
@@ -511,6 +530,46 @@ def test_maxima_over_rows_where_a_rank_has_whole_token_sets(
         monkeypatch.setattr("vllm.distributed.get_tp_group", lambda group=group: group)
         found = tensor_ranks(config)
         assert (found.num_parts, found.part, found.rank) == (1, 0, rank)
+
+
+def test_several_nodes_and_ray_on_gpus_are_accepted(
+    plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the executor that is vLLM's default for Ray, whose workers run `WorkerProc`."""
+    for options in (
+        {"nnodes": 2, **RANKS},
+        {"nnodes": 2, "node_rank": 1, **STAGES},
+        {"nnodes": 2, **REPLICAS},
+        {"nnodes": 2, **REPLICAS, **RANKS},
+        {"data_parallel_size_local": 1, **REPLICAS},
+    ):
+        configure(plain, **options)
+    config = configure(plain, **flash())
+    config.additional_config = settings()
+    config.parallel_config.distributed_executor_backend = "ray"
+    check_on_cuda(config)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    said = refusal_of(config, platforms.CUDA)
+    assert_says(said, "Ray's compiled graphs (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0) ... leave")
+    replicas = configure(plain, **REPLICAS, **flash())
+    replicas.additional_config = settings()
+    replicas.parallel_config.data_parallel_backend = "ray"
+    check_on_cuda(replicas)
+
+
+def test_why_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs vLLM has no resource to ask Ray for; compiled graphs skip our worker."""
+    assert current_platform.ray_device_key == ""
+    source = Path(ray_utils.__file__).read_text()
+    compiled = source[source.index("def execute_model_ray") :]
+    assert "self.worker.model_runner.execute_model(" in compiled
+    assert "if not ray_device_key:\n        raise ValueError(" in source
+    monkeypatch.delenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", raising=False)
+    assert envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    assert (
+        "class RayWorkerProc(WorkerProc)"
+        in Path(ray_utils.__file__).with_name("ray_executor_v2.py").read_text()
+    )
 
 
 def test_supported_models_get_the_plugins_classes(

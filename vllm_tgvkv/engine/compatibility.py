@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm import envs
+
 from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.engine.platforms import CPU, Platform, eviction_platform
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
@@ -24,7 +26,7 @@ from vllm_tgvkv.shared.layer_types import (
 from vllm_tgvkv.shared.vllm_versions import block_size_before_loading
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 _WAY_OUT = "or leave out --kv-eviction"
@@ -82,7 +84,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
         *_recall_refusals(vllm_config, config, platform),
         *_draft_refusals(vllm_config, platform),
         *_rank_refusals(vllm_config, config, platform),
-        *_replica_refusals(vllm_config),
+        *_replica_refusals(vllm_config, platform),
         *_worker_refusals(vllm_config, config, platform),
     ):
         if is_refused:
@@ -361,7 +363,6 @@ def _rank_refusals(
     parallel = vllm_config.parallel_config
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     several = "tensor parallelism" if ranks > 1 else "pipeline parallelism" if stages > 1 else ""
-    executor = parallel.distributed_executor_backend
     shared_maxima = ", ".join(_methods_with_shared_maxima(config, vllm_config.model_config, ranks))
     contexts = {
         "--decode-context-parallel-size": parallel.decode_context_parallel_size,
@@ -375,16 +376,7 @@ def _rank_refusals(
             "use reduce: mean (or another score), or granularity: head and at most one rank per "
             "KV head",
         ),
-        (
-            several and executor not in (None, "mp"),
-            f"{several} and --distributed-executor-backend {executor}",
-            "use --distributed-executor-backend mp",
-        ),
-        (
-            several and parallel.nnodes > 1,
-            f"{several} over several nodes (--nnodes {parallel.nnodes})",
-            "use --nnodes 1",
-        ),
+        *_executor_refusals(parallel, several, platform),
         *(
             (number > 1, f"context parallelism ({flag} {number})", f"use {flag} 1")
             for flag, number in contexts.items()
@@ -392,11 +384,38 @@ def _rank_refusals(
     )
 
 
-def _replica_refusals(vllm_config: VllmConfig) -> tuple[Refusal, ...]:
+def _executor_refusals(
+    parallel: ParallelConfig, several: str, platform: Platform
+) -> tuple[Refusal, ...]:
+    """List what may not start the workers; `several` says how they share a model, if they do."""
+    executor = parallel.distributed_executor_backend
+    is_ray, use_mp = executor == "ray", "use --distributed-executor-backend mp"
+    known = (None, "mp", "ray") if several else (None, "mp", "ray", "uni", "external_launcher")
+    return (
+        (
+            is_ray and not platform.supports_ray,
+            "--distributed-executor-backend ray, which vLLM itself does not run on CPUs",
+            use_mp,
+        ),
+        (
+            # Its workers call the model runner, and not our worker, which reads the plan.
+            is_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+            "Ray's compiled graphs (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)",
+            f"leave the variable out, {use_mp}",
+        ),
+        (
+            # Another class may call the model runner as well.
+            executor not in known,
+            f"{several and f'{several} and '}--distributed-executor-backend {executor}",
+            use_mp,
+        ),
+    )
+
+
+def _replica_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List how several engines may not serve a model; nothing for one engine."""
     parallel = vllm_config.parallel_config
-    replicas, local = parallel.data_parallel_size, parallel.data_parallel_size_local
-    backend = parallel.data_parallel_backend
+    replicas, backend = parallel.data_parallel_size, parallel.data_parallel_backend
     if replicas == 1:
         return ()
     return (
@@ -405,12 +424,17 @@ def _replica_refusals(vllm_config: VllmConfig) -> tuple[Refusal, ...]:
             f"data parallelism of a mixture of experts (--data-parallel-size {replicas})",
             "use --data-parallel-size 1 and one server per replica",
         ),
-        (backend != "mp", f"--data-parallel-backend {backend}", "use --data-parallel-backend mp"),
         (
-            local != replicas,
-            f"data parallelism over several nodes (--data-parallel-size-local {local} of "
-            f"{replicas})",
-            "use one server per node with all of its replicas",
+            backend != "mp" and not platform.supports_ray,
+            f"--data-parallel-backend {backend}, which vLLM itself does not run on CPUs",
+            "use --data-parallel-backend mp",
+        ),
+        (
+            # Workers of all replicas would meet at one port, with the same ranks.
+            not vllm_config.model_config.is_moe and parallel.nnodes_within_dp > 1,
+            f"replicas of several nodes each (--nnodes {parallel.nnodes} for --data-parallel-size "
+            f"{replicas}), which vLLM itself gives one --master-port",
+            "start a server for each replica, with a --master-port of its own,",
         ),
     )
 

@@ -19,6 +19,8 @@ class Platform:
     """Whether vLLM may choose another for some models, which it says by naming it."""
     decode_kernels: tuple[str, ...] = ("stock",)
     """Values of the setting `decode_kernel`."""
+    supports_ray: bool = False
+    """Whether Ray may start workers and engines. vLLM itself has no Ray resource for CPUs."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
     recall_tiers: tuple[str, ...] = ("memory",)
@@ -51,6 +53,7 @@ CUDA = Platform(
     "vllm_tgvkv.worker.cuda.EvictionGPUWorker",
     "FLASH_ATTN",
     decode_kernels=("stock", "triton"),
+    supports_ray=True,
     most_head_size=256,
     refused_flash_versions=(4,),
 )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _MAX_QUOTED = 200
@@ -40,3 +40,23 @@ def choose(value: Any, known: Iterable[str], verb: str = "choose one of") -> str
     near = closest(value, names)
     listed = f"{verb} {', '.join(names)}"
     return listed if near is None else f"did you mean {near}? {listed[0].upper()}{listed[1:]}"
+
+
+def differences(kind: str, told: Mapping[int, Mapping[str, str]]) -> str | None:
+    """Return the message about settings that differ from those of number 0; None if none does.
+
+    Args:
+        kind: of what the numbers are, such as `rank`.
+        told: settings as text, by number and name.
+    """
+    first = told[0]
+    found = [
+        f"{name} is {values.get(name, 'unknown')} on {kind} {number} of {len(told)} and "
+        f"{first.get(name, 'unknown')} on {kind} 0"
+        for number, values in told.items()
+        for name in dict.fromkeys((*first, *values))
+        if values.get(name) != first.get(name)
+    ]
+    if not found:
+        return None
+    return f"{'; '.join(found)}: start every node with the same flags and packages"

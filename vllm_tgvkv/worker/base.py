@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -32,6 +32,7 @@ from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.worker.outcomes import Outcomes
+from vllm_tgvkv.worker.peers import check_world, digest, settings_of_worker
 from vllm_tgvkv.worker.ranks import tensor_ranks
 from vllm_tgvkv.worker.recaller import Recaller
 from vllm_tgvkv.worker.stages import pipeline_stages
@@ -76,6 +77,11 @@ class EvictingWorker:
     _evictor: Evictor | None = None
     _least_block_size: int | None = None
     """`--block-size`, if it was given."""
+
+    def init_device(self) -> None:
+        """Prepare the device and meet the other workers, which must have the same settings."""
+        super().init_device()  # type: ignore[misc]
+        check_world(self._settings)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         cache = self.vllm_config.cache_config
@@ -205,10 +211,19 @@ class EvictingWorker:
         """Return totals of `EvictionCounters` as of the last step, for `collective_rpc`."""
         return self._counters
 
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        return settings_of_worker(self.vllm_config)
+
+    def kv_eviction_settings(self) -> dict[str, str]:
+        """Return what has to be the same on all nodes, for `server/engines.py`."""
+        return self._settings
+
     def kv_eviction_status(self) -> dict[str, Any]:
-        """Return totals and pool of this engine, for `GET /kv-eviction/status`."""
+        """Return settings, totals and pool of this engine, for `GET /kv-eviction/status`."""
         pool = self.evictor.pool
         return {
+            "settings": digest(self._settings),
             "totals": self._counters,
             "pool": {
                 "blocks": pool.num_blocks - 1,

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of all workers that share a model, compared when they start.
+
+Every node reads its own flags. A worker with other settings would keep other tokens than its peers,
+and one without the plugin would read rows that the scheduler has compressed as if they were whole.
+Neither raises an error, and answers would be wrong. So each evicting worker writes its settings to
+the key-value store that torch.distributed connected the workers through, and reads all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+import vllm
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from vllm_tgvkv.config.server import config_of
+from vllm_tgvkv.gates.folder import Gates
+from vllm_tgvkv.shared.budget import Budget
+from vllm_tgvkv.shared.errors import EvictionConfigError, differences
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WAIT_SECONDS = 60.0
+"""Time for all workers to write. They have just met, to build their process groups."""
+
+LINGER_SECONDS = 5.0
+"""Time that a worker with an error leaves the others to find it as well."""
+
+_OF_ONE_NODE = frozenset({"defaults_file", "folder", "file", "path"})
+"""Fields with paths: a node may have the same content elsewhere."""
+
+_MOST_SHOWN = 200
+"""Characters of a value; a longer one is shown by its beginning and a digest."""
+
+
+def settings_of_worker(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return everything that has to be the same on all workers, as text by name."""
+    cache = vllm_config.cache_config
+    return {
+        "vLLM": vllm.__version__,
+        "vllm-tgvkv": version("vllm-tgvkv"),
+        "--block-size": str(cache.block_size),
+        "--kv-cache-dtype": str(cache.cache_dtype),
+        **dict(_flat("kv_eviction", config_of(vllm_config))),
+    }
+
+
+def digest(settings: Mapping[str, str]) -> str:
+    """Return a short text that is the same for the same settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_world(settings: Mapping[str, str]) -> None:
+    """Compare this worker's settings with those of its world, if there are other workers.
+
+    Raises:
+        EvictionConfigError: see `check_peers`.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        check_peers(_get_default_store(), *world, settings)
+
+
+def check_peers(
+    store: Store, rank: int, size: int, settings: Mapping[str, str], seconds: float = WAIT_SECONDS
+) -> None:
+    """Write this worker's settings, and compare all workers' once they are written.
+
+    Raises:
+        EvictionConfigError: naming the ranks, settings and values that differ, or the ranks that
+            have not written within `seconds`.
+    """
+    keys = [f"kv_eviction/settings/{peer}" for peer in range(size)]
+    store.set(keys[rank], json.dumps(settings))
+    with suppress(RuntimeError):  # the time is over: the message says who has not written
+        store.wait(keys, timedelta(seconds=seconds))
+    told = {peer: json.loads(store.get(key)) for peer, key in enumerate(keys) if store.check([key])}
+    problem = _silence(told, size, seconds) or differences("rank", told)
+    if problem is None:
+        return
+    # The first rank's process holds the store, and must not end before the others have read it.
+    store.set(f"{keys[rank]}/read", "")
+    with suppress(RuntimeError):
+        store.wait([f"{keys[peer]}/read" for peer in told], timedelta(seconds=LINGER_SECONDS))
+    raise EvictionConfigError(problem)
+
+
+def _silence(told: Mapping[int, Mapping[str, str]], size: int, seconds: float) -> str | None:
+    """Return the message about ranks that have not written; None if all have."""
+    silent = [str(rank) for rank in range(size) if rank not in told]
+    if not silent:
+        return None
+    ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} of {size}"
+    return (
+        f"{ranks} did not say within {seconds:g} s how --kv-eviction is set: the node runs without "
+        "the flag, without vllm-tgvkv, or with another release of it; start every node with the "
+        "same flags and packages"
+    )
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of a setting and of the settings in it."""
+    if isinstance(value, Budget):
+        yield name, str(value.value)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name not in _OF_ONE_NODE:
+                yield from _flat(f"{name}.{field.name}", getattr(value, field.name))
+        if isinstance(value, Gates):
+            with Path(value.folder, value.file).open("rb") as weights:
+                yield f"{name}.weights", hashlib.file_digest(weights, "sha256").hexdigest()[:12]
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from _flat(f"{name}.{key}", value[key])
+    else:
+        text = value if isinstance(value, str) else repr(value)
+        if len(text) > _MOST_SHOWN:
+            text = f"{text[:_MOST_SHOWN]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+        yield name, text

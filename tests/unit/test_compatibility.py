@@ -229,7 +229,19 @@ REFUSED = [
     case("cross attention ... serve another model", "encoder", marks=SLOW),
     case("chunked local attention ... serve another model", "chunked", marks=SLOW),
     *(case("sparse attention (an indexer selects", model) for model in ("indexer", "sparse")),
-    case("mixture of experts (--data-parallel-size 2) ... per replica", "mixture", **REPLICAS),
+    case(
+        "mixture of experts (--data-parallel-size 2) on this platform, where vLLM cannot send ... "
+        "use --data-parallel-size 1 and one server per replica",
+        "mixture",
+        **REPLICAS,
+    ),
+    case(
+        "expert parallelism (--enable-expert-parallel, 2 workers) on this platform, where vLLM's "
+        "kernels need all experts of a layer yet: remove --enable-expert-parallel",
+        "mixture",
+        enable_expert_parallel=True,
+        **RANKS,
+    ),
     case(
         "by ngram in pipeline stages (--pipeline-parallel-size 2) ... remove --speculative-config "
         "or use --pipeline-parallel-size 1",
@@ -329,6 +341,7 @@ CHANGED = [
     changed("a model that writes by diffusion", {"model_config.hf_config.canvas_length": 64}),
     changed("microbatches", {f"{PARALLEL}enable_dbo": True}),
     changed("sleep mode", {"model_config.enable_sleep_mode": True}),
+    changed("--enable-elastic-ep", {f"{PARALLEL}enable_elastic_ep": True}, "mixture"),
     changed("--data-parallel-backend mp", {f"{PARALLEL}data_parallel_backend": "ray"}, **REPLICAS),
     *(
         changed(f"{kind} parallelism {said}", {f"{PARALLEL}{field}": value}, **options)
@@ -448,7 +461,15 @@ def test_models_of_several_kinds_of_layers_are_served(folder: Folder, model: str
 
 
 def test_what_a_gpu_serves(folder: Folder, plain: str) -> None:
-    """Heads of 256 values, and summaries; a backend that is named for layers, and its version."""
+    """Heads of 256 values, and summaries; a backend that is named for layers, and its version.
+
+    Engines that share a mixture's experts.
+    """
+    mixture = configure(folder("mixture"))
+    parallel = mixture.parallel_config
+    parallel.data_parallel_size = parallel.data_parallel_size_local = 2
+    for parallel.enable_expert_parallel in (False, True):
+        check_on_cuda(mixture)
     config = configure(folder("heads of 256"))
     config.model_config.model_arch_config.is_mm_prefix_lm = False
     check_on_cuda(config)

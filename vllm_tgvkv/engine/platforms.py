@@ -23,6 +23,8 @@ class Platform:
     """Whether several workers may share the KV heads (tensor parallelism)."""
     supports_stages: bool = False
     """Whether several workers may share the layers (pipeline parallelism)."""
+    shares_experts: bool = True
+    """Whether vLLM can share a mixture's experts among engines and, as wholes, among ranks."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
     recall_tiers: tuple[str, ...] = ("memory",)
@@ -46,6 +48,7 @@ CPU = Platform(
     has_other_backends=False,
     supports_ranks=True,
     supports_stages=True,
+    shares_experts=False,
     supports_drafts=True,
     recall_tiers=("memory", "file"),
     skips_hidden_keys=True,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
@@ -526,8 +527,8 @@ _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 4,  # all: rounding cannot choose among them
     "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
 }
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 64}
 
 
 @dataclass(frozen=True)
@@ -552,6 +553,8 @@ class Family:
     network: str = "ForConditionalGeneration"
     has_clip: bool = False
     """Whether vLLM has other names for the tower's weights."""
+    transposes_experts: bool = False
+    """Whether published models store experts' matrices transposed, which vLLM demands."""
     gain: float = 1.0
     """Factor on the products of queries and keys."""
 
@@ -584,6 +587,8 @@ class Family:
         processor.save_pretrained(folder)
         if self.has_clip:
             rename_weights(folder, clip_name_of_vllm)
+        if self.transposes_experts:
+            transpose_experts(folder)
 
 
 _LLAVA = {"image_text": LLAVA_IMAGE, "tokens": [LLAVA_IMAGE], "has_clip": True}
@@ -650,13 +655,31 @@ FAMILIES = {
         ),
         **_QWEN3,
     ),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoe",
+        _qwen_vl(
+            {**_QWEN3_TOWER, "deepstack_visual_indexes": [0, 1]},
+            lambda parts: {
+                "head_dim": parts.model.head_size,
+                "norm_topk_prob": True,  # published models have it, transformers' default does not
+                **_EXPERTS,
+                # No matrix is square, or transformers would not see that it is transposed.
+                "moe_intermediate_size": 96,
+            },
+            {"mrope_interleaved": True},
+        ),
+        **_QWEN3,
+        transposes_experts=True,
+    ),
     # Hybrids.
     "qwen3_5": Family(
         "Qwen3_5", _qwen_vl(_QWEN3_TOWER, lambda parts: parts.hybrid(), _QWEN3_5_ROPE), **_QWEN3
     ),
     "qwen3_5_moe": Family(
         "Qwen3_5Moe",
-        _qwen_vl(_QWEN3_TOWER, lambda parts: parts.hybrid(**_EXPERTS), _QWEN3_5_ROPE),
+        _qwen_vl(
+            _QWEN3_TOWER, lambda parts: parts.hybrid(**_EXPERTS, **_SHARED_EXPERT), _QWEN3_5_ROPE
+        ),
         **_QWEN3,
     ),
     "internvl": Family(
@@ -727,7 +750,9 @@ FAMILIES = {
         **_TEXT,
     ),
     "qwen3_next": Family(
-        "Qwen3Next", _language_model("Qwen3Next", lambda parts: parts.hybrid(**_EXPERTS)), **_TEXT
+        "Qwen3Next",
+        _language_model("Qwen3Next", lambda parts: parts.hybrid(**_EXPERTS, **_SHARED_EXPERT)),
+        **_TEXT,
     ),
     "phi3": Family(
         "Phi3",
@@ -742,6 +767,16 @@ FAMILIES = {
         **_TEXT,
     ),
 }
+
+
+def transpose_experts(folder: Path) -> None:
+    """Transpose the stored matrices of experts; transformers reads them either way."""
+    path = str(folder / "model.safetensors")
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if ".experts." in name:
+            weights[name] = weight.transpose(1, 2).contiguous()
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 @torch.no_grad()

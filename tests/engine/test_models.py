@@ -225,8 +225,10 @@ def family(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> I
         yield Family(model, running, FamilyOracle(folder, model.arch))
 
 
+_TIMES = r"(<\d\.\d seconds><\|vision_start\|><\|vision_end\|>)+"
 INSIDE = {
-    ("qwen3_vl", "video"): r"(<\d\.\d seconds><\|vision_start\|><\|vision_end\|>)+",
+    ("qwen3_vl", "video"): _TIMES,
+    ("qwen3_vl_moe", "video"): _TIMES,
     ("internvl", "image"): r"<img></img>",
     ("internvl", "video"): r"Frame1: <img></img>(\nFrame\d: <img></img>)+",
 }

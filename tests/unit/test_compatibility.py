@@ -231,7 +231,19 @@ REFUSED = [
     case("cross attention ... serve another model", "encoder", marks=SLOW),
     case("chunked local attention ... serve another model", "chunked", marks=SLOW),
     *(case("sparse attention (an indexer selects", model) for model in ("indexer", "sparse")),
-    case("mixture of experts (--data-parallel-size 2) ... per replica", "mixture", **REPLICAS),
+    case(
+        "mixture of experts (--data-parallel-size 2) on this platform, where vLLM cannot send ... "
+        "use --data-parallel-size 1 and one server per replica",
+        "mixture",
+        **REPLICAS,
+    ),
+    case(
+        "expert parallelism (--enable-expert-parallel, 2 workers) on this platform, where vLLM's "
+        "kernels need all experts of a layer yet: remove --enable-expert-parallel",
+        "mixture",
+        enable_expert_parallel=True,
+        **RANKS,
+    ),
     case(
         "by ngram in pipeline stages (--pipeline-parallel-size 2) ... remove --speculative-config "
         "or use --pipeline-parallel-size 1",
@@ -352,6 +364,7 @@ CHANGED = [
         "work with --distributed-executor-backend ours.Executor yet: use ... mp",
         {EXECUTOR: "ours.Executor"},
     ),
+    changed("--enable-elastic-ep", {f"{PARALLEL}enable_elastic_ep": True}, "mixture"),
     *(
         changed(
             f"{kind} parallelism and --distributed-executor-backend external_launcher yet: use ... "
@@ -467,7 +480,15 @@ def test_models_of_several_kinds_of_layers_are_served(folder: Folder, model: str
 
 
 def test_what_a_gpu_serves(folder: Folder, plain: str) -> None:
-    """Heads of 256 values, and summaries; a backend that is named for layers, and its version."""
+    """Heads of 256 values, and summaries; a backend that is named for layers, and its version.
+
+    Engines that share a mixture's experts.
+    """
+    mixture = configure(folder("mixture"))
+    parallel = mixture.parallel_config
+    parallel.data_parallel_size = parallel.data_parallel_size_local = 2
+    for parallel.enable_expert_parallel in (False, True):
+        check_on_cuda(mixture)
     config = configure(folder("heads of 256"))
     config.model_config.model_arch_config.is_mm_prefix_lm = False
     check_on_cuda(config)

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_tgvkv.shared.plan import Eviction
+from vllm_tgvkv.shared.plan import Eviction, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, Voters
 from vllm_tgvkv.worker.cuda import EvictingModelRunnerV1, EvictingModelRunnerV2, EvictionGPUWorker
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
@@ -331,6 +331,16 @@ def test_v2_keeps_the_new_row_of_a_request_that_is_resumed_at_once() -> None:
     update_v2(ours, step({"evicted": None, "resumed": [24]}))
     assert tables.rows()[tables.index["resumed"]] == [20, 21, 22, 23, 24]
     assert tables.rows(0)[tables.index["evicted"]] == in_groups([*PROMPT, 5])[0]
+
+
+def test_an_idle_step_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that share a mixture's experts run such steps, see `engine/test_mixtures.py`."""
+    plans: list[Any] = []
+    worker: Any = EvictionGPUWorker.__new__(EvictionGPUWorker)
+    worker._evictor = SimpleNamespace(begin_step=plans.append)
+    monkeypatch.setattr(Worker, "execute_dummy_batch", lambda self: plans.append("vLLM's step"))
+    worker.execute_dummy_batch()
+    assert plans == [StepPlan(), "vLLM's step"]
 
 
 def test_overridden_methods_exist_in_vllm() -> None:

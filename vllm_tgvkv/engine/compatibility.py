@@ -85,6 +85,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
         *_draft_refusals(vllm_config, platform),
         *_rank_refusals(vllm_config, config, platform),
         *_replica_refusals(vllm_config, platform),
+        *_expert_refusals(vllm_config, platform),
         *_worker_refusals(vllm_config, config, platform),
     ):
         if is_refused:
@@ -420,11 +421,6 @@ def _replica_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refu
         return ()
     return (
         (
-            vllm_config.model_config.is_moe,
-            f"data parallelism of a mixture of experts (--data-parallel-size {replicas})",
-            "use --data-parallel-size 1 and one server per replica",
-        ),
-        (
             backend != "mp" and not platform.supports_ray,
             f"--data-parallel-backend {backend}, which vLLM itself does not run on CPUs",
             "use --data-parallel-backend mp",
@@ -435,6 +431,35 @@ def _replica_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refu
             f"replicas of several nodes each (--nnodes {parallel.nnodes} for --data-parallel-size "
             f"{replicas}), which vLLM itself gives one --master-port",
             "start a server for each replica, with a --master-port of its own,",
+        ),
+    )
+
+
+def _expert_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List how workers may not share the experts of a mixture; nothing for other models."""
+    if not vllm_config.model_config.is_moe:
+        return ()
+    parallel = vllm_config.parallel_config
+    replicas = parallel.data_parallel_size
+    num_workers = replicas * parallel.tensor_parallel_size
+    whole = num_workers > 1 and parallel.enable_expert_parallel
+    return (
+        (
+            replicas > 1 and not platform.shares_experts,
+            f"data parallelism of a mixture of experts (--data-parallel-size {replicas}) on this "
+            "platform, where vLLM cannot send tokens to the experts of other engines",
+            "use --data-parallel-size 1 and one server per replica",
+        ),
+        (
+            whole and not platform.shares_experts,
+            f"expert parallelism (--enable-expert-parallel, {num_workers} workers) on this "
+            "platform, where vLLM's kernels need all experts of a layer",
+            "remove --enable-expert-parallel",
+        ),
+        (
+            parallel.enable_elastic_ep,
+            "numbers of engines that change (--enable-elastic-ep)",
+            "remove --enable-elastic-ep",
         ),
     )
 

@@ -21,6 +21,8 @@ class Platform:
     """Values of the setting `decode_kernel`."""
     supports_ray: bool = False
     """Whether Ray may start workers and engines. vLLM itself has no Ray resource for CPUs."""
+    shares_experts: bool = True
+    """Whether vLLM can share a mixture's experts among engines and, as wholes, among ranks."""
     supports_drafts: bool = False
     """Whether decode steps may hold drafts (speculative decoding)."""
     recall_tiers: tuple[str, ...] = ("memory",)
@@ -42,6 +44,7 @@ CPU = Platform(
     "vllm_tgvkv.worker.cpu.EvictionCPUWorker",
     "CPU_ATTN",
     has_other_backends=False,
+    shares_experts=False,
     supports_drafts=True,
     recall_tiers=("memory", "file"),
     skips_hidden_keys=True,

@@ -27,7 +27,7 @@ from vllm_tgvkv.config.server import config_of
 from vllm_tgvkv.gates.tap import attach_taps
 from vllm_tgvkv.recall.tier import FileTier, MemoryTier, Tier
 from vllm_tgvkv.shared.counters import EvictionCounters
-from vllm_tgvkv.shared.plan import Eviction, Restored, attach_outcomes, plan_of
+from vllm_tgvkv.shared.plan import Eviction, Restored, StepPlan, attach_outcomes, plan_of
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
@@ -185,6 +185,14 @@ class EvictingWorker:
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
         return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def execute_dummy_batch(self) -> None:
+        """Run a step without requests, which has no plan either.
+
+        Engines that share a mixture's experts step together, also those without requests.
+        """
+        self.evictor.begin_step(StepPlan())
+        super().execute_dummy_batch()  # type: ignore[misc]
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None

@@ -20,12 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -154,6 +155,12 @@ def layer_kinds(specs: Sequence[KVCacheSpec], vllm_config: VllmConfig) -> list[L
 
 def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
     """Return the cache of every layer that has one; the model is built without weights."""
+    build(vllm_config)
+    return specs_of_layers(vllm_config)
+
+
+def build(vllm_config: VllmConfig) -> nn.Module:
+    """Return the model without weights, on torch's device `meta`."""
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -163,8 +170,7 @@ def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
         set_default_torch_dtype(vllm_config.model_config.dtype),
         torch.device("meta"),
     ):
-        initialize_model(vllm_config)
-    return specs_of_layers(vllm_config)
+        return initialize_model(vllm_config)
 
 
 def specs_of_layers(vllm_config: VllmConfig) -> list[KVCacheSpec]:
@@ -305,21 +311,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _configure(options: argparse.Namespace) -> VllmConfig:
+def configure(model: str, **given: Any) -> VllmConfig:
+    """Return the configuration of an engine of this model.
+
+    Args:
+        given: fields of vLLM's `EngineArgs`; None is vLLM's default.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     from vllm_tgvkv.engine.compatibility import clear_nominal_window
     from vllm_tgvkv.shared.vllm_versions import block_size_before_loading
 
-    names = ("block_size", "max_model_len", "dtype", "enable_prefix_caching", "trust_remote_code")
-    given = {name: getattr(options, name) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
-    engine_args = EngineArgs(model=options.model, skip_tokenizer_init=True, **given)
+    engine_args = EngineArgs(model=model, skip_tokenizer_init=True, **given)
     vllm_config = engine_args.create_engine_config()
     clear_nominal_window(vllm_config)
     cache = vllm_config.cache_config
     cache.block_size = block_size_before_loading(cache, current_platform.is_cpu())
+    return vllm_config
+
+
+def _configure(options: argparse.Namespace) -> VllmConfig:
+    names = ("block_size", "max_model_len", "dtype", "enable_prefix_caching", "trust_remote_code")
+    vllm_config = configure(options.model, **{name: getattr(options, name) for name in names})
     context = vllm_config.model_config.max_model_len
     if options.prompt + options.answer > context:
         raise EvictionConfigError(

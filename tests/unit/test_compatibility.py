@@ -409,8 +409,6 @@ CHANGED = [
         for kind, ranks in (("layer", 2), ("head", 4))
         for mix in (MAXIMA, {"base": "snapkv", "score": "retentive_spread"})
     ),
-    on_gpu("tensor parallelism (--tensor-parallel-size 2) on this platform", **RANKS),
-    on_gpu("pipeline parallelism (--pipeline-parallel-size 2) on this platform", **STAGES),
     on_gpu("by ngram on this platform yet ... remove", **DRAFTING),
     on_gpu(
         "--attention-config.backend_per_kind {'full_attention': 'FLASHINFER'} yet: remove it or "

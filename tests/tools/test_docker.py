@@ -734,6 +734,11 @@ def test_arguments_are_read_by_vllm(
     assert len(found) == (2 if nodes > 1 else 1)
     assert found[0].shutdown_timeout == 60
     if nodes > 1:
+        for template in templates_of(objects):
+            given = {e["name"]: e["valueFrom"] for e in pod_of(template)[1]["env"]}
+            assert given["VLLM_HOST_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+            index = "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
+            assert given["NODE_RANK"] == {"fieldRef": {"fieldPath": index}}
         # vLLM binds a socket to the leader's address, and ZeroMQ binds to no name.
         assert [args.master_addr for args in found] == ["10.0.0.7", "rel-0.rel.ns"]
         # What the nodes compare at start is the same.
@@ -885,13 +890,13 @@ def test_alerts_are_those_of_the_page_and_of_servers(tmp_path: Path) -> None:
     down = {"severity": "warning", "job": "ns/rel-vllm-tgvkv", "pod": "b"}
     cases = [
         # The first start takes twenty minutes, and nobody is called.
-        ({"a": "0x20 1x40"}, [("KVServersGone", "20m", none), ("KVServerDown", "24m", none)]),
+        ({"a": "0x20 1x40"}, [("KVServersGone", "20m", none), ("KVServerDown", "20m", none)]),
         # One of two is down for longer than it may take to start.
         (
             {"a": "1x60", "b": "1x10 0x50"},
             [
                 ("KVServersGone", "40m", none),
-                ("KVServerDown", "30m", none),
+                ("KVServerDown", "33m", none),
                 ("KVServerDown", "40m", down),
             ],
         ),

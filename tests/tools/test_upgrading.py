@@ -79,7 +79,8 @@ OTHERS = frozenset(
         safetensors: get_tensor
         Python: __func__ add_argument add_argument_group api_key cache_clear dest metadata
         parse_args strerror
-        transformers' configurations: attention_chunk_size attn_logit_softcapping
+        transformers' configurations: attention_chunk_size attn_logit_softcapping qk_nope_head_dim
+        v_head_dim
         image_grid_pinpoints image_size layer_types layers_block_type model_type
         num_kv_shared_layers patch_size sliding_window spatial_merge_size use_sliding_window
         vision_config

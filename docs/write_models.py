@@ -34,6 +34,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
+from docs.architectures import ADDED, PUBLISHED, register
 from docs.write_settings import filled
 from measure.folders import byte_tokenizer
 from tests.models import FAMILIES
@@ -57,23 +58,8 @@ GAINS = {
 }
 """Architectures whose gain is shown, by kinds of layers."""
 
-_TEXT = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32}
-_TEXT |= {"num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4}
-_TEXT |= {"n_routed_experts": 4, "first_k_dense_replace": 1, "vocab_size": 256}
-_RANKS = ("kv_lora_rank", "q_lora_rank")
-_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_PLAIN = {"language_config": {**_TEXT, **dict.fromkeys(_RANKS), **dict.fromkeys(_SIZES, 0)}}
-"""DeepSeek's language model with keys and values per head, in place of latent attention."""
-_LATENT = {"language_config": {**_TEXT, "kv_lora_rank": 32, "q_lora_rank": None}}
-_LINEAR = {"projector_type": "linear", "input_dim": 2048, "n_embed": 64}
-_OCR = {"model_type": "deepseek_vl_v2", **_PLAIN, "projector_config": _LINEAR, "tile_tag": "2D"}
-GIVEN: dict[str, dict[str, Any]] = {
-    "DeepseekOCRForCausalLM": _OCR,
-    "DeepseekOCR2ForCausalLM": _OCR,
-    "UnlimitedOCRForCausalLM": {"model_type": "unlimited-ocr", **_PLAIN},
-    "DeepseekVLV2ForCausalLM": {"model_type": "deepseek_vl_v2", **_LATENT},
-}
-"""Small values as in published models, where vLLM cannot read the default configuration."""
+_IMAGES = {"image_processor_type": "Qwen2VLImageProcessor"}
+"""Some models make their processor to count tokens."""
 
 OUTCOMES = ("served", UNPROVEN := "served, by the configuration alone", "refused", "unknown")
 """And the headings of their tables. The second: vLLM cannot build the layers here."""
@@ -116,7 +102,7 @@ class Decision:
             tiny = _MODEL_TYPES.get(architecture, "")
             gains = " / ".join(self.gain(0.1, prompt) for prompt in PROMPTS)
             return [self.inputs, self.layers, gains, f"`{tiny}`" if tiny in FAMILIES else ""]
-        return [self.inputs] if self.outcome == UNPROVEN else []
+        return [self.inputs if self.outcome == UNPROVEN else self.reason]
 
 
 def default_config(architecture: str, model: Any) -> PretrainedConfig | None:
@@ -141,13 +127,14 @@ def default_config(architecture: str, model: Any) -> PretrainedConfig | None:
 
 def write_config(architecture: str, model: Any, folder: Path) -> bool:
     """Write an architecture's configuration into a folder; return whether there is one offline."""
-    if architecture in GIVEN:
-        fields = {**GIVEN[architecture], "architectures": [architecture], "dtype": "bfloat16"}
+    if architecture in PUBLISHED:
+        fields = {**register(architecture), "architectures": [architecture], "dtype": "bfloat16"}
         (folder / "config.json").write_text(json.dumps(fields))
         # The model asks it for the number of its image token.
         special = ("<image>", "<eos>", "<pad>")
         tokenizer, _ = byte_tokenizer(special, eos="<eos>", pad="<pad>", max_length=2048)
         tokenizer.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(_IMAGES))
         return True
     config = default_config(architecture, model)
     if config is None:
@@ -156,6 +143,9 @@ def write_config(architecture: str, model: Any, folder: Path) -> bool:
     vision = getattr(config, "sub_configs", {}).get("vision_config")
     if vision not in (None, AutoConfig) and getattr(config, "vision_config", 0) is None:
         config.vision_config = vision()  # without one it reads text only
+    for part, fields in ADDED.get(architecture, {}).items():
+        for name, value in fields.items():
+            setattr(getattr(config, part), name, value)
     config.save_pretrained(folder)
     return True
 
@@ -164,18 +154,25 @@ def decide(architecture: str, folder: Path) -> Decision:
     """Return the decision on one architecture of vLLM's registry, with an empty folder for it."""
     try:
         model = ModelRegistry.models[architecture].load_model_cls()
-    except ImportError:
-        return Decision("unknown", "its module needs a package or a device that is not here")
+    except ImportError as error:
+        said = str(error).split(" (")[0]  # without a path
+        return Decision("unknown", f"its code cannot be imported here: {said}")
     ModelRegistry.register_model(architecture, model)  # else vLLM imports it in another process
     if not write_config(architecture, model, folder):
         return Decision("unknown", "no configuration offline")
     # Without prefix caching a request holds each state once; hybrids are served like that.
-    options = {"skip_tokenizer_init": architecture not in GIVEN, "enable_prefix_caching": False}
+    has_tokenizer = set(PUBLISHED) - {"MoonshotKimiaForCausalLM"}  # which has a kind of its own
+    options = {
+        "skip_tokenizer_init": architecture not in has_tokenizer,
+        "enable_prefix_caching": False,
+    }
     engine_args = EngineArgs(str(folder), **options)
     try:
         model_config = engine_args.create_model_config()
     except Exception as error:  # whatever a model's own code raises
-        return Decision("unknown", f"vLLM refuses its default configuration: {error}")
+        if "does not support `--runner generate`" in str(error):
+            return Decision("unknown", "vLLM's build for CPU has no code of it")
+        return Decision("unknown", f"vLLM refuses its configuration: {error}")
     if not model_config.get_hidden_size():
         return Decision("unknown", "its default configuration has no sizes")
     # Without the folder and the layers, which belong to a default configuration.

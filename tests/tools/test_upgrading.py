@@ -81,8 +81,8 @@ OTHERS = frozenset(
         parse_args strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping
         image_grid_pinpoints image_size layer_types layers_block_type model_type
-        num_kv_shared_layers patch_size sliding_window spatial_merge_size use_sliding_window
-        vision_config
+        num_kv_shared_layers patch_size qk_nope_head_dim sliding_window spatial_merge_size
+        use_sliding_window v_head_dim vision_config
         ours, on parsed flags and on the server's state: answer kv_eviction kv_eviction_budget
         kv_eviction_config output trust_remote_code
         """,

@@ -128,9 +128,17 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
         getattr(text, name, None) for name in ("sparse_attention_config", "index_n_heads")
     )
     others = ", ".join(other_layers(text))
+    # Where heads have a part without positions, vLLM pads values to the size of keys.
+    padded = getattr(text, "qk_nope_head_dim", None) is not None
+    value_size = 0 if padded else getattr(text, "v_head_dim", None)
     return (
         (model.runner_type != "generate", f"--runner {model.runner_type}", other),
         (model.use_mla, "multi-head latent attention (MLA)", other),
+        (
+            value_size and value_size != model.get_head_size(),
+            f"values of another size than keys (v_head_dim {value_size})",
+            other,
+        ),
         (model.is_diffusion, "a model that writes by diffusion", other),
         (model.is_encoder_decoder, "cross attention (an encoder-decoder model)", other),
         (

@@ -157,6 +157,7 @@ def test_tensor_ranks_on_two_nodes(alone: list[Kept], folder: Path, tmp_path: Pa
     assert "CPU SHM communicator disabled for group tp" in (tmp_path / "second.log").read_text()
 
 
+@pytest.mark.nightly
 def test_replicas_on_two_nodes(alone: list[Kept], folder: Path, tmp_path: Path) -> None:
     """Each engine has its own scheduler; the first node's API server asks both."""
     with nodes(folder, tmp_path, **of_replicas()) as server:

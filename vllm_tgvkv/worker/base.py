@@ -81,7 +81,7 @@ class EvictingWorker:
     def init_device(self) -> None:
         """Prepare the device and meet the other workers, which must have the same settings."""
         super().init_device()  # type: ignore[misc]
-        check_world(self._settings)
+        check_world(self.kv_eviction_settings)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         cache = self.vllm_config.cache_config

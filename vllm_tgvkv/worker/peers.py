@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import version
@@ -62,15 +62,17 @@ def digest(settings: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def check_world(settings: Mapping[str, str]) -> None:
+def check_world(settings: Callable[[], Mapping[str, str]]) -> None:
     """Compare this worker's settings with those of its world, if there are other workers.
+
+    `settings` is called only then, since it may read large files.
 
     Raises:
         EvictionConfigError: see `check_peers`.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        check_peers(_get_default_store(), *world, settings)
+        check_peers(_get_default_store(), *world, settings())
 
 
 def check_peers(

@@ -135,10 +135,11 @@ def _scale(plan: Plan) -> Iterator[str]:
     pixels = None if per_token is None else visual * per_token
     spare = arm.held * (1 - plan.load)
     found = list(burdens(arm.rate * plan.load, spare, pixels, plan.num_gpus))
-    yield f"{'replicas, with eviction':38}" + "".join(f"{size:>9,}" for size in SIZES) + "   enough"
+    sizes = "".join(f"{size:>9,}" for size in SIZES)
+    yield f"{'replicas, with eviction':38}{sizes}   one part is enough"
     for each in found:
         values = "".join(f"{value:>9}" for value in each.values)
-        yield f"{each.name:38}{values}   {_enough(each)}"
+        yield f"{each.name:38}{values}   {_enough(each)}".rstrip()
     last = ""
     for size in SIZES:
         limits = _first_limit(found, size)

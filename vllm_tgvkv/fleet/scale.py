@@ -69,7 +69,7 @@ def burdens(rate: float, spare: float, pixels: float | None, num_gpus: int) -> I
     enough = MOST_SERIES / NUM_SERIES
     yield Burden("time series in Prometheus", _each(NUM_SERIES), enough, way_out)
     found = tuple(f"{100 / size:g} %" for size in SIZES)
-    yield Burden("follow-ups that find their prefix", found)
+    yield Burden("follow-ups sent to their prefix", found)
     days = 1 / (FAILURES_PER_GPU_DAY * num_gpus)
     yield Burden("days between failures of a GPU", tuple(f"{days / n:,.1f}" for n in SIZES))
 

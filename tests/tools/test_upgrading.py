@@ -75,7 +75,7 @@ OTHERS = frozenset(
         FastAPI, Starlette, httpx: add_api_route app call dependant dependencies detail headers
         include_router json model_dump path phrase post receive routes scope state status_code url
         Prometheus and torch: children define elapsed_time inc load modules overloadpacket
-        parameters register_forward_pre_hook synchronize wait
+        named_parameters parameters register_forward_pre_hook synchronize wait
         safetensors: get_tensor
         Python: __func__ add_argument add_argument_group api_key cache_clear dest metadata
         parse_args strerror
@@ -83,8 +83,11 @@ OTHERS = frozenset(
         image_grid_pinpoints image_size layer_types layers_block_type model_type
         num_kv_shared_layers patch_size qk_nope_head_dim sliding_window spatial_merge_size
         use_sliding_window v_head_dim vision_config
-        ours, on parsed flags and on the server's state: answer kv_eviction kv_eviction_budget
-        kv_eviction_config output trust_remote_code
+        num_experts num_experts_per_tok num_local_experts n_routed_experts
+        ours, on parsed flags and on the server's state: answer eviction_cost eviction_memory
+        flops_share gpu_memory_utilization gpus host_ms kv_eviction kv_eviction_budget
+        kv_eviction_config load max_inter_token_ms output read_share reserve step_costs
+        tensor_parallel_size trust_remote_code
         """,
     )
 )

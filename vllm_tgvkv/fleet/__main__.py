@@ -9,24 +9,23 @@ MODEL is a folder with a `config.json`, or a name as in `vllm serve`.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from vllm_tgvkv.fleet.capacity import Eviction, Server, capacity
 from vllm_tgvkv.fleet.costs import StepCosts, read_costs, roofline
 from vllm_tgvkv.fleet.gpus import GPUS, Gpu, parse_gpu
 from vllm_tgvkv.fleet.mix import Mix, parse_mix
 from vllm_tgvkv.fleet.model import Model, read_model
-from vllm_tgvkv.fleet.report import Plan, lines, verdict
-from vllm_tgvkv.gain import LayerKind
+from vllm_tgvkv.fleet.report import Plan, lines
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose
 
 _GIB = 2**30
+_SIZES = ("bytes_per_token", "state_bytes")
 _H2O_COST = 1.56
 """Share of a prefill of an eviction by `h2o`, which computes the prompt's attention again; of
 others 0.034. Both on CPU: docs/benchmarks.md, lines c and g."""
@@ -50,13 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         method, eviction = _eviction(options)
         try:
-            model = read_model(
-                options.model,
-                block_size=options.block_size,
-                max_model_len=options.max_model_len,
-                dtype=options.dtype,
-                trust_remote_code=options.trust_remote_code or None,
-            )
+            given = {"block_size": options.block_size, "max_model_len": options.max_model_len}
+            model = read_model(options.model, **given)
         except Exception as error:  # whatever vLLM raises for a model that it cannot build here
             print(f"vLLM cannot build {options.model} here: {error}", file=sys.stderr)
             return 1
@@ -80,14 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EvictionConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.json:
-        arms = {"stock": plan.stock, "eviction": plan.evicted}
-        found = {
-            name: asdict(arm) | {"gpus": plan.gpus(arm), "dollars_per_million": plan.dollars(arm)}
-            for name, arm in arms.items()
-        }
-        print(json.dumps(found | {"ratio": plan.ratio, "verdict": verdict(plan)}))
-        return 0
     print(*lines(plan), sep="\n")
     return 0
 
@@ -134,7 +120,10 @@ def _servers(
             "give a divisor or a multiple"
         )
     copies = max(ranks // model.num_kv_heads, 1)  # more ranks than heads hold each head more often
-    kinds = [_copied(kind, copies) for kind in model.kinds]
+    kinds = [
+        replace(kind, **{name: getattr(kind, name) * copies for name in _SIZES})
+        for kind in model.kinds
+    ]
     pool = ranks * (
         gpu.gigabytes * 1e9 * options.gpu_memory_utilization - options.reserve * _GIB
     ) - float(model.weight_bytes)
@@ -155,14 +144,6 @@ def _servers(
     return server, replace(server, pool=pool - ranks * options.eviction_memory * _GIB)
 
 
-def _copied(kind: LayerKind, copies: int) -> LayerKind:
-    return replace(
-        kind,
-        bytes_per_token=kind.bytes_per_token * copies,
-        state_bytes=kind.state_bytes * copies,
-    )
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_tgvkv.fleet",
@@ -176,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="TOKENS,VISUAL,ANSWER[,WEIGHT]",
         help="requests of one kind, given once for each kind: tokens of the prompt, share of "
-        "visual ones, tokens of the answer; or a YAML or JSON file (default: 8192,0.9,256)",
+        "visual ones, tokens of the answer (default: 8192,0.9,256)",
     )
     add("--rate", type=_positive, help="requests per second that are wanted")
     add("--gpus", type=_count, help="GPUs that there are")
@@ -186,7 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", default="reach", help="as --kv-eviction (reach)")
     add("--budget", help="as --kv-eviction-budget (the method's own)")
     add("--when", choices=("always", "pressure"), help="as --kv-eviction-when (the method's own)")
-    add("--step-costs", metavar="FILE", help="JSON file of measured costs, see docs/fleet.md")
+    add(
+        "--step-costs",
+        metavar="FILE",
+        help="JSON file of measured costs, by python -m benchmarks.step_costs",
+    )
     add("--flops-share", type=_share, default=0.5, help="reached share of operations (0.5)")
     add("--read-share", type=_share, default=0.7, help="reached share of bandwidth (0.7)")
     add("--host-ms", type=float, default=1.0, help="milliseconds of host in each step (1)")
@@ -199,9 +184,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=_count, help=as_in_serve)
     add("--block-size", type=_count, default=16, help=f"{as_in_serve} (16)")
     add("--max-model-len", type=_count, help=as_in_serve)
-    add("--dtype", help=as_in_serve)
-    add("--trust-remote-code", action="store_true", help=as_in_serve)
-    add("--json", action="store_true", help="print numbers for other programs")
     return parser
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from vllm_tgvkv.fleet.costs import Step, StepCosts
 from vllm_tgvkv.fleet.mix import Mix, Prompt, mean
-from vllm_tgvkv.gain import LayerKind, gain
+from vllm_tgvkv.gain import Gain, LayerKind, gain
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
@@ -95,10 +95,9 @@ class _Need:
     pairs: float
     visual: float
     held: float
-    """Byte-steps while they decode."""
-    read: float
-    """Bytes read by all steps of an answer."""
+    """Bytes, summed over the steps of an answer, each of which reads them."""
     prompt_bytes: float
+    """Of a whole prompt, and of what it keeps while it is evicted."""
     prefill_cost: float
     """Times the computation of prompts, eviction included."""
     evicts: bool
@@ -118,7 +117,8 @@ def capacity(server: Server, mix: Mix, eviction: Eviction | None) -> Capacity:
 
 def _capacity(server: Server, mix: Mix, eviction: Eviction | None) -> Capacity:
     need, longest = _need(server, mix, eviction), max(mix, key=lambda each: each.tokens)
-    if any(_most(server, each, eviction) > server.pool for each in mix):
+    most = [_gain(server, each, each.answer, eviction) for each in mix]
+    if any(max(each.peak, each.after) > server.pool for each in most):
         raise EvictionConfigError(
             f"--mix has prompts of {longest.tokens} tokens, and {server.pool / 2**30:.1f} GiB are "
             "left for caches, too little for one: choose another --gpu, or lower --reserve"
@@ -148,7 +148,7 @@ def _capacity(server: Server, mix: Mix, eviction: Eviction | None) -> Capacity:
         "time": min(full, _largest(lambda rho: at(rho).step, server.max_step, full)),
     }
     rho = min(full, *bounds.values())
-    if held(rho) < 1:
+    if held(rho) < 0.99:
         raise EvictionConfigError(
             f"--max-inter-token-ms is {1000 * server.max_step:g}, and a request alone takes longer "
             "steps: give more, or lower --max-num-batched-tokens"
@@ -167,7 +167,7 @@ def _steady(server: Server, mix: Mix, need: _Need, rho: float, held: float) -> C
     """Return the capacity with `rho` requests for each step."""
     busy = min(rho * _prefill_steps(server, mix, need, rho), 1.0)  # share of steps with a prompt
     decoding = Step(
-        tokens=rho * need.decode_steps, read=rho * need.read, rows=rho * need.decode_steps
+        tokens=rho * need.decode_steps, read=rho * need.held, rows=rho * need.decode_steps
     )
     with_prompt = Step(
         tokens=decoding.tokens + rho * need.prompt * need.prefill_cost / busy,
@@ -186,37 +186,23 @@ def _steady(server: Server, mix: Mix, need: _Need, rho: float, held: float) -> C
 
 
 def _need(server: Server, mix: Mix, eviction: Eviction | None) -> _Need:
-    def held(each: Prompt, at: int) -> tuple[float, float]:
-        """Return bytes before and after eviction with so many tokens of an answer."""
-        budget = eviction.budget if eviction else Budget(fraction=1.0)
-        found = gain(server.kinds, each.tokens, at, budget, server.block_size)
-        return found.before, found.after
-
     def byte_steps(each: Prompt) -> float:
-        steps = each.answer - 1
-        before, after = held(each, (each.answer + 1) // 2)
-        if eviction is None or not _is_evicted(each, eviction):
-            return steps * before
-        waits = min(eviction.defer, steps)
-        return waits * before + (steps - waits) * after
+        steps, middle = each.answer - 1, (each.answer + 1) // 2
+        waits = min(eviction.defer, steps) if eviction and _is_evicted(each, eviction) else 0
+        found = _gain(server, each, middle, eviction)
+        return waits * found.before + (steps - waits) * found.after
 
-    cost = eviction.cost if eviction else 0.0
-    evicted = [each for each in mix if eviction and _is_evicted(each, eviction)]
     prompt = mean(mix, lambda each: each.tokens)
-    share = sum(each.weight * each.tokens for each in evicted) / (
-        prompt * sum(each.weight for each in mix)
-    )
-    byte_steps_of_mix = mean(mix, byte_steps)
+    evicted = mean(mix, lambda each: each.tokens * _is_evicted(each, eviction))
     return _Need(
         prompt=prompt,
         decode_steps=mean(mix, lambda each: each.answer - 1),
         pairs=mean(mix, lambda each: pairs(server.kinds, each.tokens)),
         visual=mean(mix, lambda each: each.num_visual),
-        held=byte_steps_of_mix,
-        read=byte_steps_of_mix,
-        prompt_bytes=mean(mix, lambda each: _peak(server, each, eviction)),
-        prefill_cost=1 + cost * share,
-        evicts=bool(evicted),
+        held=mean(mix, byte_steps),
+        prompt_bytes=mean(mix, lambda each: _gain(server, each, 0, eviction).peak),
+        prefill_cost=1 + (eviction.cost if eviction else 0) * evicted / prompt,
+        evicts=evicted > 0,
     )
 
 
@@ -230,27 +216,17 @@ def pairs(kinds: Sequence[LayerKind], num_tokens: int, start: int = 0) -> float:
     return sum(k.num_layers * of_layer(k.window) for k in kinds if k.bytes_per_token)
 
 
-def _is_evicted(each: Prompt, eviction: Eviction) -> bool:
-    long_enough = each.tokens >= eviction.least and each.answer - 1 > eviction.defer
-    return each.visual > 0 and long_enough
+def _is_evicted(each: Prompt, eviction: Eviction | None) -> bool:
+    if eviction is None or each.visual == 0:
+        return False
+    return each.tokens >= eviction.least and each.answer - 1 > eviction.defer
 
 
-def _most(server: Server, each: Prompt, eviction: Eviction | None) -> float:
-    """Return the most bytes of a request that runs alone."""
+def _gain(server: Server, each: Prompt, num_answer: int, eviction: Eviction | None) -> Gain:
+    """Return the bytes of a request with so many tokens of its answer."""
     budget = eviction.budget if eviction else Budget(fraction=1.0)
-    found = gain(server.kinds, each.tokens, each.answer, budget, server.block_size)
-    if eviction is None or not _is_evicted(each, eviction):
-        return found.before
-    return max(found.peak, found.after)
-
-
-def _peak(server: Server, each: Prompt, eviction: Eviction | None) -> float:
-    """Return the bytes of a whole prompt, and of what it keeps while it is evicted."""
-    budget = eviction.budget if eviction else Budget(fraction=1.0)
-    found = gain(server.kinds, each.tokens, 0, budget, server.block_size)
-    if eviction is None or not _is_evicted(each, eviction):
-        return found.before
-    return found.peak
+    found = gain(server.kinds, each.tokens, num_answer, budget, server.block_size)
+    return found if _is_evicted(each, eviction) else Gain(*[found.before] * 3)
 
 
 def _prefill_steps(server: Server, mix: Mix, need: _Need, rho: float) -> float:

@@ -9,7 +9,7 @@ times add up. Linear layers take the longer of reading the weights and computing
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from vllm_tgvkv.fleet.gpus import Gpu
@@ -56,16 +56,15 @@ class StepCosts:
 
     def parts(self, step: Step) -> dict[str, float]:
         """Return seconds by what they are spent on."""
-        linear, computing = max(self.weights, self.token * step.tokens), "prompts"
-        if self.token * step.tokens <= self.weights:
-            computing = "weights"
-        found = dict.fromkeys(("prompts", "weights", "cache", "images", "host"), 0.0)
-        found[computing] += linear
-        found["prompts"] += self.pair * step.pairs
-        found["cache"] += self.read * step.read
-        found["images"] += self.visual * step.visual
-        found["host"] += self.host + self.row * step.rows
-        return found
+        computed = self.token * step.tokens
+        is_reading = computed <= self.weights
+        return {
+            "prompts": (0 if is_reading else computed) + self.pair * step.pairs,
+            "weights": self.weights if is_reading else 0.0,
+            "cache": self.read * step.read,
+            "images": self.visual * step.visual,
+            "host": self.host + self.row * step.rows,
+        }
 
     def seconds(self, step: Step) -> float:
         """Return the duration of a step."""
@@ -106,22 +105,16 @@ def read_costs(name: str) -> StepCosts:
     Raises:
         EvictionConfigError: if it cannot be read, or a field is missing, unknown or not a number.
     """
-    known = {field.name: field.default for field in fields(StepCosts)}
+    known = ", ".join(field.name for field in fields(StepCosts))
     try:
         found = json.loads(Path(name).read_text(encoding="utf-8"))
-        given = {key: value if key == "source" else float(value) for key, value in found.items()}
-        costs = StepCosts(**{"source": f"measured: {name}", **given})
-    except (OSError, TypeError, ValueError, AttributeError) as error:
+        costs = StepCosts(**{"source": f"measured, {name}", **found})
+        seconds = [value for key, value in vars(costs).items() if key != "source"]
+        if not all(0 <= value < float("inf") for value in seconds) or not any(seconds):
+            raise ValueError("seconds have to be 0 or more, and not all 0")
+    except (OSError, TypeError, ValueError) as error:
         raise EvictionConfigError(
-            f"--step-costs {quoted(name)} cannot be used ({error}): give a JSON file with seconds "
-            f"for {', '.join(known)}, such as docs/fleet.md shows"
+            f"--step-costs is {quoted(name)}, which cannot be used ({error}): give a JSON file "
+            f"with {known}, as python -m benchmarks.step_costs writes it"
         ) from error
-    numbers = {key: value for key, value in asdict(costs).items() if key != "source"}
-    for key, value in numbers.items():
-        if not 0 <= value < float("inf"):
-            raise EvictionConfigError(
-                f"--step-costs {name}: {key} is {value}: give seconds, 0 or more"
-            )
-    if not any(numbers.values()):
-        raise EvictionConfigError(f"--step-costs {name}: all costs are 0: give those of a GPU")
     return costs

@@ -56,7 +56,8 @@ def read_model(name: str, **given: Any) -> Model:
     specs = specs_of_layers(vllm_config)
     model = vllm_config.model_config
     text, vision = model.hf_text_config, getattr(model.hf_config, "vision_config", None)
-    language = built.get_language_model() if hasattr(built, "get_language_model") else built
+    of_images = getattr(built, "get_language_model", None)
+    language = built if of_images is None else of_images()
     values, num_bytes = _sizes(language)
     embedding, head = "embed_tokens", "lm_head"
     # Rows of an embedding are looked up, not multiplied with, unless it is the head as well.

@@ -11,7 +11,7 @@ from vllm_tgvkv.fleet.capacity import LIMITS, Capacity, Eviction, Server
 from vllm_tgvkv.fleet.gpus import Gpu
 from vllm_tgvkv.fleet.mix import Mix, mean
 from vllm_tgvkv.fleet.model import Model
-from vllm_tgvkv.fleet.scale import SIZES, Burden, Shared, burdens
+from vllm_tgvkv.fleet.scale import SIZES, Burden, burdens
 
 _SAME = 0.02
 """A difference that means nothing, as a share."""
@@ -106,10 +106,7 @@ def verdict(plan: Plan) -> str:
         }.get(plan.stock.limit, f"caches are shorter to read; memory is not full, {limit} limits")
         return f"Eviction saves {100 * saved:.0f} % of the GPU time of an answer: {how}."
     if saved < -_SAME:
-        return (
-            f"Eviction makes answers {100 * (1 / plan.ratio - 1):.0f} % dearer here: the limit is "
-            f"{limit}, not memory for caches, and evicting takes time."
-        )
+        return f"Eviction makes answers {-100 * saved:.0f} % dearer here: the limit is {limit}."
     return f"Eviction saves nothing here: the limit is {limit}."
 
 
@@ -135,19 +132,14 @@ def _table(plan: Plan) -> Iterator[str]:
 def _scale(plan: Plan) -> Iterator[str]:
     arm, per_token = plan.evicted, plan.model.pixels_per_token
     visual = mean(plan.mix, lambda each: each.num_visual)
-    found = list(
-        burdens(
-            arm.rate * plan.load,
-            arm.held * (1 - plan.load),
-            None if per_token is None else visual * per_token,
-            plan.num_gpus,
-            Shared(),
-        )
-    )
-    yield f"{'replicas, with eviction':38}" + "".join(f"{size:>9,}" for size in SIZES) + "   enough"
+    pixels = None if per_token is None else visual * per_token
+    spare = arm.held * (1 - plan.load)
+    found = list(burdens(arm.rate * plan.load, spare, pixels, plan.num_gpus))
+    sizes = "".join(f"{size:>9,}" for size in SIZES)
+    yield f"{'replicas, with eviction':38}{sizes}   one part is enough"
     for each in found:
         values = "".join(f"{value:>9}" for value in each.values)
-        yield f"{each.name:38}{values}   {_enough(each)}"
+        yield f"{each.name:38}{values}   {_enough(each)}".rstrip()
     last = ""
     for size in SIZES:
         limits = _first_limit(found, size)
@@ -160,7 +152,7 @@ def _enough(burden: Burden) -> str:
         return ""
     if math.isinf(burden.enough):
         return "always"
-    return f"up to {burden.enough:,.0f}" if burden.enough >= 1 else "never"
+    return f"up to {burden.enough:,.0f}" if burden.enough >= 1 else "for none"
 
 
 def _first_limit(found: Sequence[Burden], size: int) -> str:

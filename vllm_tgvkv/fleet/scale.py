@@ -22,18 +22,14 @@ FAILURES_PER_GPU_DAY = 419 / (16_384 * 54)
 """Published: unexpected interruptions while Llama 3 was trained (arXiv 2407.21783)."""
 
 
-@dataclass(frozen=True)
-class Shared:
-    """Bounds of the shared parts; all are assumed."""
-
-    view_seconds: float = 1.0
-    """Between two readings of the replicas' queues by the load balancer."""
-    link_gigabits: float = 100.0
-    """Network of a load balancer, in 10^9 bits per second."""
-    cores: float = 16.0
-    """CPU cores beside each GPU."""
-    num_series: float = 2e6
-    """Time series of one Prometheus server."""
+VIEW_SECONDS = 1.0
+"""Assumed: between two readings of the replicas' queues by the load balancer."""
+LINK_GIGABITS = 100.0
+"""Assumed: network of a load balancer, in 10^9 bits per second."""
+CORES = 16.0
+"""Assumed: CPU cores beside each GPU."""
+MOST_SERIES = 2e6
+"""Assumed: time series that one Prometheus server holds."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,7 @@ class Burden:
     way_out: str = ""
 
 
-def burdens(
-    rate: float, spare: float, pixels: float | None, num_gpus: int, shared: Shared
-) -> Iterator[Burden]:
+def burdens(rate: float, spare: float, pixels: float | None, num_gpus: int) -> Iterator[Burden]:
     """Yield what replicas put on the parts that they share.
 
     Args:
@@ -62,20 +56,20 @@ def burdens(
     if pixels:
         gigabits = rate * pixels * BYTES_PER_PIXEL * 4 / 3 * 8 / 1e9
         way_out = "several balancers, or addresses of images in place of base64"
-        enough = shared.link_gigabits / gigabits
+        enough = LINK_GIGABITS / gigabits
         yield Burden("Gb/s of images, in base64", _each(gigabits), enough, way_out)
         cores = rate * pixels * SECONDS_PER_PIXEL
         way_out = f"{cores:.1f} cores for each replica: prepare images on other machines"
-        short = 0.0 if cores > shared.cores * num_gpus else math.inf
+        short = 0.0 if cores > CORES * num_gpus else math.inf
         yield Burden("CPU cores that prepare images", _each(cores), short, way_out)
-    view = rate * shared.view_seconds
+    view = rate * VIEW_SECONDS
     way_out = "the balancer counts its own requests, or compares two replicas drawn at random"
     yield Burden("requests between two views of queues", _each(view), spare / view, way_out)
     way_out = "a Prometheus server for each part of the fleet"
-    enough = shared.num_series / NUM_SERIES
+    enough = MOST_SERIES / NUM_SERIES
     yield Burden("time series in Prometheus", _each(NUM_SERIES), enough, way_out)
     found = tuple(f"{100 / size:g} %" for size in SIZES)
-    yield Burden("follow-ups that find their prefix", found)
+    yield Burden("follow-ups sent to their prefix", found)
     days = 1 / (FAILURES_PER_GPU_DAY * num_gpus)
     yield Burden("days between failures of a GPU", tuple(f"{days / n:,.1f}" for n in SIZES))
 

@@ -62,7 +62,7 @@ def measure(
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        model_folder(root, COMMON),
+        str(model_folder(root, COMMON)),
         load_format="dummy",
         dtype=COMMON.dtype,
         tensor_parallel_size=2,

@@ -36,7 +36,7 @@ BLOCK_SIZE = 32
 
 
 def measure(
-    model: str, load_format: str, loads: Sequence[tuple[int, int]]
+    model: str, load_format: str, is_eager: bool, loads: Sequence[tuple[int, int]]
 ) -> list[tuple[Step, float]]:
     """Return each step and its seconds; before that, the first two loads run as a warm-up."""
     rng, steps = random.Random(0), []
@@ -46,6 +46,7 @@ def measure(
     with LocalEngine(
         model,
         load_format=load_format,
+        enforce_eager=is_eager,
         enable_prefix_caching=False,
         async_scheduling=False,
         skip_tokenizer_init=True,
@@ -59,8 +60,8 @@ def measure(
         scheduler, outputs = engine.scheduler, []
         schedule = scheduler.schedule
 
-        def recorded() -> object:
-            outputs.append(schedule())
+        def recorded(*args: object) -> object:
+            outputs.append(schedule(*args))
             return outputs[-1]
 
         scheduler.schedule = recorded  # type: ignore[method-assign]
@@ -118,9 +119,10 @@ def main() -> int:
     parser.add_argument("model", help="a folder, or a name as in vllm serve")
     parser.add_argument("file", type=Path)
     parser.add_argument("--load-format", default="auto", help="dummy: without weights")
+    parser.add_argument("--enforce-eager", action="store_true", help="as in vllm serve")
     options = parser.parse_args()
     set_environment()
-    steps = measure(options.model, options.load_format, LOADS)
+    steps = measure(options.model, options.load_format, options.enforce_eager, LOADS)
     costs, error = fit(steps)
     device = f"{machine()['cores']} cores of {machine()['cpu']}"
     import torch

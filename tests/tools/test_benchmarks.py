@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cuts, report, switched
+from benchmarks import cuts, report, step_costs, switched
 from benchmarks.bench import Bench
 from benchmarks.costs import pool_tokens
 from benchmarks.gain import full_caches
@@ -25,6 +25,7 @@ from benchmarks.remote import Remote, RemoteError, TimeUpError
 from benchmarks.run import PARTS
 from benchmarks.scale import FULL, QUICK, SCALES, SMOKE, Scale
 from tests.conftest import ROOT
+from vllm_tgvkv.fleet.costs import Step, StepCosts
 from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
 
 pytestmark = pytest.mark.apparatus
@@ -214,3 +215,17 @@ def test_tables_of_the_page_are_those_of_their_records() -> None:
     assert text == report.page(text)
     marked = re.findall(r"<!-- results: (\S+)", text)
     assert sorted({*marked}) == sorted(path.name for path in report.RESULTS.glob("*.json"))
+
+
+def test_costs_of_steps_are_found() -> None:
+    """From steps that cost exactly that; one cost is none, and no cost is negative."""
+    costs = StepCosts(host=2e-3, weights=0, token=1e-5, pair=1e-9, read=1e-12, row=0)
+    steps = [
+        Step(tokens=float(n), pairs=float(n * n * k), read=1e8 * k * (n % 3), rows=float(k))
+        for n in (1, 16, 100, 512, 2000)
+        for k in (1, 2, 5)
+    ]
+    found, error = step_costs.fit([(each, costs.seconds(each)) for each in steps])
+    assert error < 1e-6
+    assert found == pytest.approx({name: getattr(costs, name) for name in step_costs.NAMES})
+    assert min(found.values()) >= 0

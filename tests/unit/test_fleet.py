@@ -184,7 +184,7 @@ def test_the_report_says_where_figures_come_from() -> None:
     text = "\n".join(lines(plan(SERVER, MIX, FIFTH, rate=100.0, most_gpus=4)))
     for said in ("Published: ", "Step costs: given", "Assumed: ", "Not known here: "):
         assert said in text
-    assert "does not serve several GPUs" in text
+    assert "No replica of several GPUs has run" in text
     assert re.search(r"^limit +memory for caches", text, re.MULTILINE)
     assert re.search(r"^1,000 replicas: the same", text, re.MULTILINE)
 

@@ -96,7 +96,7 @@ def _eviction(options: argparse.Namespace) -> tuple[str, Eviction]:
             f"--budget is {options.budget} and evicts under pressure: give a fraction, or "
             "--when always"
         )
-    # Under pressure requests shrink while they decode: nobody waits for the answer.
+    # Under pressure requests shrink while they decode, so no eviction waits for the answer.
     return options.method, Eviction(budget, 0 if pressure else recipe.defer, cost, 128, pressure)
 
 

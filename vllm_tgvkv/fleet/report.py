@@ -180,4 +180,4 @@ def _origins(plan: Plan) -> Iterator[str]:
     if plan.model.refusals:
         yield f"--kv-eviction does not serve this model yet: {'; '.join(plan.model.refusals)}."
     if plan.num_gpus > 1:
-        yield "--kv-eviction does not serve several GPUs for one replica yet."
+        yield "No replica of several GPUs has run with eviction yet."

@@ -34,6 +34,7 @@ from vllm_tgvkv.worker.context import WORKSPACE_BYTES
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import Exchanges, Ranks
 from vllm_tgvkv.worker.stages import Stages
+from vllm_tgvkv.worker.warm_up import WarmUpError, warm_up
 
 LAYERS, HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 3, 4, 2, 16, 16
 NUM_BLOCKS = 40
@@ -501,6 +502,29 @@ def test_every_method_runs_without_values(
     fails_on_rank_1(monkeypatch, config, method, "score", call)
     runs, _ = run_ranks(model, size, config, plan, max(1, size // kv_heads))
     assert failures_of(runs)[0] == "first"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_warm_up_together(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Each makes the exchanges of its made-up prompts; one that cannot ends the start."""
+    config, wire = settings("layer"), Wire(2)
+    if fails:
+        fails_on_rank_1(monkeypatch, config, "tgv", "strength", 1)
+
+    def work(rank: int) -> str:
+        caches = torch.zeros(NUM_BLOCKS, LAYERS, HEADS // 2, BLOCK_SIZE, 2 * HEAD_SIZE)
+        pool = page_pool(caches.unbind(1), GROUP, slots_first=True)
+        evictor = Evictor(config, pool, Ranks(2, rank, 1, wire.end(rank)), Stages(LAYERS))
+        try:
+            warm_up(evictor)
+        except WarmUpError as error:
+            return str(error)
+        assert not evictor.ended
+        return "done"
+
+    first, second = wire.run(work)
+    assert wire.num_exchanges > 3
+    assert ("tried to allocate" in second) if fails else (first == second == "done")
 
 
 def test_an_error_of_the_method_itself_is_every_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ def gather() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         *(("tgv", "layer", 1, 17), ("vlcache", "layer", 1, 9), ("prefixkv", "layer", 1, 9)),
         *(("aircache", "layer", 1, 33), ("h2o", "layer", 1, 3), ("adakv", "head", 1, 2)),
         *(("dbtrimkv", "head", 1, 1), ("reach", "head", 1, 2), ("tgv", "head", 2, 18)),
-        *(("snapkv", "head", 2, 10), ("mixkv", "head", 2, 26)),
+        *(("snapkv", "head", 2, 10), ("mixkv", "head", 2, 10)),
     ],
 )
 def test_ranks_take_no_more_than_is_set_aside_and_never_wait(

@@ -427,6 +427,7 @@ def fails_on_rank_1(
     owner, name = {
         "score": (type(policy.score), "__call__"),
         "exchange": (Exchanges, "gather"),
+        "collective": (Ranks, "gather"),
         "strength": (type(policy.allocation), "strength"),
         "shares": (type(policy.allocation), "shares"),
     }.get(part, (None, part))
@@ -444,7 +445,7 @@ def fails_on_rank_1(
         ["tgv", "h2o", "aircache"],
         [
             *(("observe_layers", 1), ("observe_layers", 2), ("copy_kept", 1)),
-            *(("score", 1), ("score", -2), ("exchange", 2), ("strength", -2)),
+            *(("score", 1), ("score", -2), ("exchange", 2), ("strength", -2), ("collective", 2)),
             *(("shares", 1), ("shares", 2)),
         ],
     ),
@@ -524,7 +525,8 @@ def test_ranks_warm_up_together(monkeypatch: pytest.MonkeyPatch, fails: bool) ->
 
     first, second = wire.run(work)
     assert wire.num_exchanges > 3
-    assert ("tried to allocate" in second) if fails else (first == second == "done")
+    assert ("tried to allocate" in second) == ("on rank 1: OutOfMemoryError" in first) == fails
+    assert fails or first == second == "done"
 
 
 def test_an_error_of_the_method_itself_is_every_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,11 @@ def test_a_message_waits_for_the_device_in_its_own_thread() -> None:
     """The step goes on; messages arrive in order, and what one of them raises is not lost."""
     sent: Queue[str] = Queue()
     on_device = threading.Event()
-    stage = Stages(2, 1, 2, stage=1, send=lambda found: sent.put(found[0].request_id))
+
+    def send(found: Any) -> None:
+        sent.put(found if isinstance(found, str) else found[0].request_id)
+
+    stage = Stages(2, 1, 2, stage=1, send=send)
     assert (stage.first_layer, stage.model_layers, stage.is_last) == (2, 5, False)
 
     def outcomes(name: str) -> list[Any]:
@@ -197,9 +201,16 @@ def test_a_message_waits_for_the_device_in_its_own_thread() -> None:
         raise RuntimeError("the device is gone")
 
     stage.tell(lost)
+    assert sent.get(timeout=60) == "RuntimeError: the device is gone"
     time.sleep(0.5)
     with pytest.raises(RuntimeError, match="the device is gone"):
         stage.tell(partial(outcomes, "later"))
+
+
+def test_a_stage_that_lost_its_outcomes_says_so_to_the_last_one() -> None:
+    last = Stages(1, 1, stage=1, receive=lambda stage: "RuntimeError: the device is gone")
+    with pytest.raises(RuntimeError, match="pipeline stage 0 are lost: RuntimeError: the device"):
+        last.join([])
 
 
 def test_a_rank_that_is_not_asked_for_an_answer_sends_and_awaits_nothing() -> None:

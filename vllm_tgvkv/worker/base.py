@@ -134,7 +134,7 @@ class EvictingWorker:
             config_of(self.vllm_config),
             pool,
             tensor_ranks(self.vllm_config),
-            pipeline_stages(len(layers)),
+            pipeline_stages(len(layers), pool.raw.device),
             self.vllm_config.model_config.dtype,
             self._recaller_of(pool, layers, builder.kv_cache_spec),
         )

@@ -109,6 +109,7 @@ class ScoredPrompt:
         else:
             least = min(guard.least_blocks, num_token_blocks)
             dealt = self.agree(partial(self._fewest, least, num_token_blocks, guard.share))
+            dealt = dealt.clamp(least, num_token_blocks)  # a rank that failed says 0
         counts = self._deal(dealt, least, guard is not None)[:, self.heads]
         return Decision(counts, self._fill(counts, num_token_blocks, guard is not None), dealt)
 

@@ -240,7 +240,7 @@ class Evictor:
                 if seen.error is None:
                     pending = seen.attempt(partial(self._evict, seen, seen.due))
                 if seen.error is not None and self.ranks.size > 1:
-                    seen.attempt(partial(seen.follow, seen.due))
+                    seen.follow(partial(seen.decide_without_values, seen.due))
             elif self.ranks.size > 1:
                 continue
             if seen.error is not None:

@@ -213,10 +213,11 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
     if "all" in policy.row_sets:
         num_rows = max(num_rows, min(sizes.step_tokens, tokens))
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
-    # All rows of a chunk are summed layer by layer.
     waits = policy.scores_layers_together and policy.row_sets != ("all",)
     num_layers = shape.num_layers if waits else 1
-    scratch = _PARTIAL_SUMS + 16 * num_rows * num_layers * shape.num_heads * shape.group_size
+    # All rows of a chunk are summed layer by layer.
+    at_once = max(num_rows, config.num_query_rows * num_layers)
+    scratch = _PARTIAL_SUMS + 16 * at_once * shape.num_heads * shape.group_size
     averages = 4 * num_sets * num_rows * (tokens + 128)  # of a layer
     if "row_averages" in queried:
         scratch += min(sizes.workspace_bytes, num_layers * averages)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_tgvkv.cache.ragged import RaggedKeys
 from vllm_tgvkv.cache.row_keys import RowKeys
@@ -24,6 +26,8 @@ from vllm_tgvkv.worker.decision import ScoredPrompt
 from vllm_tgvkv.worker.due import DueEviction, Rows, SummedRows, due_eviction, summed_rows
 from vllm_tgvkv.worker.ranks import Exchanges, UnknownAttention
 from vllm_tgvkv.worker.stopwatch import Stopwatch
+
+logger = init_logger("vllm.tgvkv")
 
 T = TypeVar("T")
 
@@ -131,8 +135,24 @@ class PromptObservation:
         try:
             return step()
         except Exception as error:
-            self.error = self.error or error
+            traceback.clear_frames(error.__traceback__)  # else it keeps tensors of the method
+            self.error, self._sums = self.error or error, None
             return None
+
+    def follow(self, step: Callable[[], None]) -> None:
+        """Take this rank's part in a section without values, after an error.
+
+        Raises:
+            torch.OutOfMemoryError: if there is no memory even for that. The other ranks wait then,
+                so the engine has to end.
+        """
+        self.exchanges.begin_again()
+        try:
+            step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            logger.debug("%s fails on every rank", self.request_id, exc_info=True)
 
     def _take_chunk(self, layer: int, queries: torch.Tensor, scale: float) -> torch.Tensor | None:
         """Add the chunk to the column sums; return the queries of all observation rows.
@@ -164,8 +184,7 @@ class PromptObservation:
             rows = cache(partial(self._queries_of, due, first, [queries for queries, _ in waiting]))
             self.attempt(partial(self._score_layers, due, first, rows, scales))
         if self.error is not None and self._context.ranks.size > 1:
-            self.exchanges.begin_again()
-            self.attempt(partial(self._size_layers, due, first, len(scales)))
+            self.follow(partial(self._size_layers, due, first, len(scales)))
 
     def _queries_of(
         self, due: DueEviction, first: int, waiting: Sequence[torch.Tensor | None]
@@ -250,10 +269,12 @@ class PromptObservation:
         def by_layer(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return values.unflatten(0, (num_layers, -1)).unbind()
 
+        unpooled = unpooled.contiguous() if due.keeps_unpooled else unpooled
+        # Nothing after this line raises: layers are kept once, whatever fails before.
         self.scores.extend(by_layer(pooled))
         self.strengths.extend(by_layer(strengths))
         if due.keeps_unpooled:
-            self.unpooled.extend(by_layer(unpooled.contiguous()))
+            self.unpooled.extend(by_layer(unpooled))
         if masses is not None:
             self.masses.extend(by_layer(masses))
 
@@ -343,9 +364,8 @@ class PromptObservation:
             **seen,
         )
 
-    def follow(self, due: DueEviction) -> None:
-        """Take this rank's part in a decision, without values, after an error."""
-        self.exchanges.begin_again()
+    def decide_without_values(self, due: DueEviction) -> None:
+        """Make the exchanges of a decision."""
         if len(self.scores) < self._context.shape.num_layers:
             return  # the method itself does not take this prompt, on any rank
         scored = self.gather(due)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Eviction, Failure, Outcome
 from vllm_tgvkv.shared.trace import Trace, Traces
@@ -16,6 +17,8 @@ from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 from vllm_tgvkv.worker.stages import StageOutcomes
 from vllm_tgvkv.worker.stopwatch import Stopwatch
+
+logger = init_logger("vllm.tgvkv")
 
 _REASON_BYTES = 256
 """Of the text of what failed, as far as other ranks learn it."""
@@ -150,8 +153,9 @@ class Outcomes:
         for rank, words in enumerate(of_ranks[:, 2:]):
             if words[:1].any():
                 reason = words.tobytes().rstrip(b"\0").decode(errors="ignore")
-                error = f"failed on rank {rank}: {reason}"
-                return Failure(part.eviction.request_id, error)
+                error, name = f"failed on rank {rank}: {reason}", part.eviction.request_id
+                logger.error("KV eviction of %s %s", name, error)
+                return Failure(name, error)
         num_token_blocks, num_vision = of_ranks[self._ranks.rank, 0], of_ranks[:, 1].sum()
         return part.of_stage([int(num_token_blocks), int(num_vision)], self._block_size)
 

@@ -63,6 +63,7 @@ class Ranks:
         """Ranks that hold different KV heads."""
         self.part = rank // replicas
         """Index of this rank's part."""
+        self.num_exchanges = 0
         self._exchange = exchange
 
     def shares_sets(self, per_head: bool) -> bool:
@@ -83,6 +84,7 @@ class Ranks:
         if self.size == 1:
             return values.unsqueeze(0)
         bits = self._exchange(values.contiguous().flatten().view(_BITS))
+        self.num_exchanges += 1
         return bits.contiguous().view(values.dtype).view(self.size, *values.shape)
 
 
@@ -96,22 +98,26 @@ class Exchanges:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._num_made = self._num_repeated = 0
+        self._first = 0
+        """Exchanges of this rank before the section."""
+        self._num_made = 0
+        """Exchanges of the section that were made before it raised, and are not made again."""
 
     def begin_section(self) -> None:
         """Begin the next section."""
-        self._num_made = self._num_repeated = 0
+        self._first, self._num_made = self._ranks.num_exchanges, 0
 
     def begin_again(self) -> None:
         """Begin the section again, after it raised."""
-        self._num_repeated, self._num_made = self._num_made, 0
+        self._num_made = self._ranks.num_exchanges - self._first
 
     def gather(self, values: Tensor) -> Tensor:
         """Gather a tensor of each rank, of any shape X, to `[ranks, *X]`."""
-        self._num_made += 1
         if values.device.type == self._device.type:
             return self._ranks.gather(values)
-        if self._num_made > self._num_repeated:
+        if self._num_made:
+            self._num_made -= 1
+        else:
             self._ranks.gather(torch.zeros(values.shape, dtype=values.dtype, device=self._device))
         return values.new_empty(self._ranks.size, *values.shape)
 
@@ -211,7 +217,7 @@ class SharedAttention:
     def key_redundancy(self) -> Tensor:
         raise ValueError(f"key_redundancy {_OF_ONE_RANK}")
 
-    # Ranks that hold the same KV head have the same keys and values.
+    # Ranks that hold the same KV head have the same keys and values, and exchange nothing of them.
 
     @property
     def is_seen(self) -> Tensor:
@@ -219,11 +225,11 @@ class SharedAttention:
 
     @property
     def mean_cosines(self) -> Tensor:
-        return self._mean(self._own().mean_cosines)
+        return self._own().mean_cosines
 
     @property
     def value_norms(self) -> Tensor:
-        return self._mean(self._own().value_norms)
+        return self._own().value_norms
 
     @property
     def text_column_sums(self) -> Tensor:

@@ -17,11 +17,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
+import torch
+import torch.distributed
+from vllm.logger import init_logger
+
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, Outcome, sums
 from vllm_tgvkv.shared.trace import join_traces
+
+logger = init_logger("vllm.tgvkv")
 
 StageOutcomes: TypeAlias = list[Outcome | ChoiceOutcome | Failure]
 """The outcomes of one step in the layers of a stage."""
@@ -32,15 +39,17 @@ class Stages:
 
     All stages run the same steps in the same order. `layers` has the number of layers of each.
     `send` sends an object to the last stage; `receive` waits for the next object from the stage of
-    that index. A rank without them is not asked for an answer.
+    that index: outcomes, or what went wrong as text. A rank without them is not asked for an
+    answer. `prepare` runs in the thread that sends, before its first message.
     """
 
     def __init__(
         self,
         *layers: int,
         stage: int = 0,
-        send: Callable[[StageOutcomes], object] | None = None,
-        receive: Callable[[int], StageOutcomes] | None = None,
+        send: Callable[[StageOutcomes | str], object] | None = None,
+        receive: Callable[[int], StageOutcomes | str] | None = None,
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
         self.model_layers = sum(layers)
         """Layers of the whole model."""
@@ -49,7 +58,7 @@ class Stages:
         self.size = len(layers)
         self.is_last = stage == self.size - 1
         self._send, self._receive = send, receive
-        self._thread = ThreadPoolExecutor(1, "outcomes")  # starts with the first message
+        self._thread = ThreadPoolExecutor(1, "outcomes", prepare)  # starts with the first message
         self._sent: deque[Future[object]] = deque()
 
     def tell(self, outcomes: Callable[[], StageOutcomes]) -> None:
@@ -57,18 +66,35 @@ class Stages:
 
         It returns at once. What an earlier message raised is raised here.
         """
-        send = self._send
-        if send is None:
+        if self._send is None:
             return
         while self._sent and self._sent[0].done():
             self._sent.popleft().result()
-        self._sent.append(self._thread.submit(lambda: send(outcomes())))
+        self._sent.append(self._thread.submit(_send, self._send, outcomes))
 
     def join(self, outcomes: StageOutcomes) -> StageOutcomes:
         """Return the outcomes of a step in the layers of all stages; for the last stage only."""
         if self._receive is None:
             return outcomes
-        return join_outcomes([*map(self._receive, range(self.size - 1)), outcomes])
+        found: list[StageOutcomes] = []
+        for stage in range(self.size - 1):
+            part = self._receive(stage)
+            if isinstance(part, str):
+                raise RuntimeError(f"the outcomes of pipeline stage {stage} are lost: {part}")
+            found.append(part)
+        return join_outcomes([*found, outcomes])
+
+
+def _send(
+    send: Callable[[StageOutcomes | str], object], outcomes: Callable[[], StageOutcomes]
+) -> None:
+    try:
+        found = outcomes()
+    except Exception as error:
+        logger.exception("KV eviction: the outcomes of a pipeline stage are lost")
+        send(f"{type(error).__name__}: {error}")  # the last stage waits
+        raise
+    send(found)
 
 
 def join_outcomes(stages: Sequence[StageOutcomes]) -> StageOutcomes:
@@ -120,13 +146,13 @@ def _join(parts: Sequence[Outcome]) -> Outcome:
     )
 
 
-def pipeline_stages(num_layers: int) -> Stages:
+def pipeline_stages(num_layers: int, device: torch.device) -> Stages:
     """Return this worker's place among the pipeline stages; it has `num_layers` layers.
 
     All stages must call it at the same time.
     """
-    import torch.distributed
     from vllm.distributed import get_pp_group, get_tp_group
+    from vllm.platforms import current_platform
 
     group = get_pp_group()
     if group.world_size == 1:
@@ -137,11 +163,11 @@ def pipeline_stages(num_layers: int) -> Stages:
     own = torch.distributed.new_group(group.ranks, backend="gloo", use_local_synchronization=True)
     last = group.ranks[-1]
 
-    def send(outcomes: StageOutcomes) -> None:
+    def send(outcomes: StageOutcomes | str) -> None:
         torch.distributed.send_object_list([outcomes], dst=last, group=own)
 
-    def receive(stage: int) -> StageOutcomes:
-        received: list[StageOutcomes] = [[]]
+    def receive(stage: int) -> StageOutcomes | str:
+        received: list[StageOutcomes | str] = [""]
         torch.distributed.recv_object_list(received, src=group.ranks[stage], group=own)
         return received[0]
 
@@ -151,4 +177,6 @@ def pipeline_stages(num_layers: int) -> Stages:
         stage=stage,
         send=send if answers and not group.is_last_rank else None,
         receive=receive if answers and group.is_last_rank else None,
+        # A new thread would wait for events in a context of its own, on the first GPU.
+        prepare=partial(current_platform.set_device, device),
     )

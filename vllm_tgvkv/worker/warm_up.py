@@ -15,6 +15,7 @@ from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.plan import Choice, ColumnSumChunk, Eviction, Failure, Observation, StepPlan
 from vllm_tgvkv.shared.prompt import CHOICE_ROWS, PromptMap, VisionSpan, Voters, voters
 from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.outcomes import Outcomes, PendingOutcome
 
 _PROMPT_BLOCKS = np.arange(1, 6, dtype=np.int32)
 _NAME = "warm-up"
@@ -65,7 +66,6 @@ def warm_up(evictor: Evictor) -> None:
     for workspace_bytes in (0, evictor.context.workspace_bytes):
         evictor.context.workspace_bytes = workspace_bytes
         _run(evictor, plans)
-    evictor.take_outcomes()  # the scheduler does not know this prompt
     evictor.kept.clear()
     pool.raw[: num_blocks * pool.shape.num_pairs] = 0
 
@@ -80,12 +80,15 @@ def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:
         evictor.prepare(lambda _: 0)
         for layer in range(shape.num_layers):
             evictor.observe_layer(layer, queries, 1.0)
-    for ended in evictor.ended:
-        if isinstance(ended, Failure):
-            raise _failed(evictor, ended.error)
-    recaller = evictor.recaller
-    if recaller is not None and recaller.choose(_choice(evictor, plans[-1])) is None:
-        raise _failed(evictor, "no tokens could be chosen again")
+    ended: list[PendingOutcome | Failure]
+    ended, evictor.ended = evictor.ended, []
+    recaller, worked = evictor.recaller, not any(isinstance(part, Failure) for part in ended)
+    if worked and recaller is not None and recaller.choose(_choice(evictor, plans[-1])) is None:
+        ended[0] = Failure(_NAME, "no tokens could be chosen again")
+    # All ranks learn of a failure on one of them, which would not take part in what follows.
+    for outcome in Outcomes(ended, evictor.context, evictor.traces).of_stage():
+        if isinstance(outcome, Failure):
+            raise _failed(evictor, outcome.error)
     if evictor.summaries.are_used:
         _read_summaries(evictor, plans[-1].evictions[0], queries)
     regions = [int(plan.evictions[0].new_blocks[0]) for plan in plans]

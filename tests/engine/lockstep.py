@@ -27,7 +27,7 @@ from vllm_tgvkv.engine import patches
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine did with one request."""
+    """One request's tokens and kept positions in an engine."""
 
     tokens: list[int]
     kept: list[torch.Tensor]

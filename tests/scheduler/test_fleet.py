@@ -24,7 +24,7 @@ KINDS = [LayerKind(FULL_ATTENTION, 1, bytes_per_token=1)]
 
 @dataclass(frozen=True)
 class Seen:
-    """What the scheduler did while requests waited."""
+    """Rates and sizes of a simulation in which requests always wait."""
 
     rate: float
     """Requests per second."""

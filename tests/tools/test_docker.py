@@ -552,7 +552,7 @@ def test_helm_lint_finds_nothing_and_every_value_has_a_schema() -> None:
 def check_leader_worker_set(found: dict[str, Any]) -> None:
     """Check the fields that the chart uses against the API `leaderworkerset.x-k8s.io/v1`.
 
-    No package has its schema: names and values are those of its published types. Its pods are
+    No package has its schema: names and values follow its published types. Its pods are
     checked as templates of a Deployment.
     """
     kubernetes = pytest.importorskip("kubernetes_validate")
@@ -889,7 +889,7 @@ def test_alerts_are_those_of_the_page_and_of_servers(tmp_path: Path) -> None:
     gone = {"severity": "critical"}
     down = {"severity": "warning", "job": "ns/rel-vllm-tgvkv", "pod": "b"}
     cases = [
-        # The first start takes twenty minutes, and nobody is called.
+        # The first start takes twenty minutes, and no one is called.
         ({"a": "0x20 1x40"}, [("KVServersGone", "20m", none), ("KVServerDown", "20m", none)]),
         # One of two is down for longer than it may take to start.
         (

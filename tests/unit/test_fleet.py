@@ -250,7 +250,7 @@ def test_formulas_import_neither_vllm_nor_torch() -> None:
 def test_the_command_reads_a_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hybrid with four experts, one of which computes a token, and a vision tower."""
+    """A hybrid with four experts, one for each token, and a vision tower."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     folder = model_folder(tmp_path, TinyModel("qwen3_5_moe"))
     config = json.loads((folder / "config.json").read_text())

@@ -95,10 +95,10 @@ def test_the_store_lives_until_others_have_read_it(monkeypatch: pytest.MonkeyPat
             first.result(10)
 
 
-def test_a_single_worker_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_worker_asks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_get_default_store", None)
     assert not torch.distributed.is_initialized()
-    peers.check_world(lambda: pytest.fail("nobody reads the settings"))
+    peers.check_world(lambda: pytest.fail("no one reads the settings"))
 
 
 def config(block_size: int = 32, **eviction: Any) -> Any:

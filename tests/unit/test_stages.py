@@ -216,5 +216,5 @@ def test_a_stage_that_lost_its_outcomes_says_so_to_the_last_one() -> None:
 def test_a_rank_that_is_not_asked_for_an_answer_sends_and_awaits_nothing() -> None:
     """vLLM reads the output of each stage's first rank only: others would wait for ever."""
     early, last = Stages(1, 1, stage=0), Stages(1, 1, stage=1)
-    early.tell(lambda: pytest.fail("nobody receives it"))
+    early.tell(lambda: pytest.fail("it would never be received"))
     assert last.join([Failure("a", "")]) == [Failure("a", "")]

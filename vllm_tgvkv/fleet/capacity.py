@@ -31,7 +31,7 @@ LIMITS = {
     "images": "the vision tower",
     "host": "the host",
 }
-"""What can limit a replica, in words."""
+"""The limits of a replica, in words."""
 
 _MORE = 1.05
 """Times the requests per second from which a constraint is said to be the limit."""
@@ -71,7 +71,7 @@ class Eviction:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one replica does when requests always wait."""
+    """Throughput of a replica when requests always wait."""
 
     held: int
     """Requests at once."""
@@ -88,14 +88,14 @@ class Capacity:
 
 @dataclass(frozen=True)
 class _Need:
-    """What the requests of a mix need, as means over requests."""
+    """Work and memory of the requests of a mix, as means over requests."""
 
     prompt: float
     decode_steps: float
     pairs: float
     visual: float
     held: float
-    """Bytes, summed over the steps of an answer, each of which reads them."""
+    """Bytes, summed over the steps of an answer; every step reads them."""
     prompt_bytes: float
     """Of a whole prompt, and of what it keeps while it is evicted."""
     prefill_cost: float

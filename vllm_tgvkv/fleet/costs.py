@@ -19,7 +19,7 @@ from vllm_tgvkv.shared.errors import EvictionConfigError, quoted
 
 @dataclass(frozen=True)
 class Step:
-    """What a step computes; means need not be whole."""
+    """The work of a step; means need not be whole."""
 
     tokens: float = 0.0
     """Of prompts and answers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fleet needs to know of a model, from its configuration."""
+"""The sizes of a model that a fleet depends on, from its configuration."""
 
 from __future__ import annotations
 

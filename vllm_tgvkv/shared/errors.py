@@ -43,7 +43,7 @@ def choose(value: Any, known: Iterable[str], verb: str = "choose one of") -> str
 
 
 def differences(kind: str, told: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Return the message about settings that differ from those of number 0; None if none does.
+    """Return the message about settings that differ from number 0; None if none does.
 
     Args:
         kind: of what the numbers are, such as `rank`.

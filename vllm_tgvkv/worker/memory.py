@@ -187,7 +187,7 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     num_parts = sizes.num_parts if policy.granularity == "head" else 1
     of_part = (scores + guarded) * tokens
     stacked = of_part * num_parts
-    # One tensor of this rank, those of all as they arrive, and in the order of the heads.
+    # This rank's tensor, all ranks' as they arrive, and all in the order of the heads.
     gathered = of_part * (2 + sizes.num_ranks + num_parts) if num_parts > 1 else 0
     # Ranking keys, slice by slice, while the pages of every head are found.
     choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * num_parts * tokens

@@ -159,7 +159,7 @@ def pipeline_stages(num_layers: int, device: torch.device) -> Stages:
         return Stages(num_layers)
     layers = [0] * group.world_size
     torch.distributed.all_gather_object(layers, num_layers, group=group.cpu_group)
-    # Messages of vLLM's groups must not come between those of the thread.
+    # Messages of vLLM's groups must not come between the thread's.
     own = torch.distributed.new_group(group.ranks, backend="gloo", use_local_synchronization=True)
     last = group.ranks[-1]
 

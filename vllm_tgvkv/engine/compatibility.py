@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm import envs
-
 from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.engine.platforms import CPU, Platform, eviction_platform
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
@@ -23,7 +21,7 @@ from vllm_tgvkv.shared.layer_types import (
     sliding_layers,
     text_ranges,
 )
-from vllm_tgvkv.shared.vllm_versions import block_size_before_loading
+from vllm_tgvkv.shared.vllm_versions import block_size_before_loading, ray_skips_worker
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -408,7 +406,7 @@ def _executor_refusals(
         ),
         (
             # Its workers call the model runner, and not our worker, which reads the plan.
-            is_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+            is_ray and ray_skips_worker(),
             "Ray's compiled graphs (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)",
             f"leave the variable out, {use_mp}",
         ),

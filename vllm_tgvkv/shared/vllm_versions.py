@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm import envs
+
 if TYPE_CHECKING:
     from vllm.config import CacheConfig
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -22,6 +24,15 @@ def block_size_before_loading(cache: CacheConfig, is_cpu: bool) -> int:
     if is_cpu and not cache.user_specified_block_size:
         return CPU_BLOCK_SIZE
     return int(cache.block_size)
+
+
+def ray_skips_worker() -> bool:
+    """Return whether Ray's workers would call the model runner, and not the worker.
+
+    vLLM 0.32 can be told so; 0.33 has no such executor.
+    """
+    calls_worker = envs.environment_variables.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
+    return calls_worker is not None and not calls_worker()
 
 
 def end_with_error(scheduler: Scheduler, request_id: str, message: str) -> None:

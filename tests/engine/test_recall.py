@@ -167,7 +167,7 @@ def test_two_answers_to_a_prompt(folder: Path) -> None:
 
 
 @pytest.mark.compatibility
-@pytest.mark.parametrize("name", ["ranks", "stages"])
+@pytest.mark.parametrize("name", ["ranks", pytest.param("stages", marks=pytest.mark.nightly)])
 def test_on_ranks_and_stages(tiny_model: Callable[..., Path], name: str) -> None:
     """Each worker chooses for its own heads and layers, and holds its own part of the tier."""
     split = SPLITS[name]

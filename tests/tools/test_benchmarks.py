@@ -61,14 +61,19 @@ MEASURES = {
     "methods": "g",
     "metrics": "h",
     "recall": "l",
+    "ranks": "r",
 }
 """Letters of what each part measures; of the others it is j."""
+LONG = ("steps", "ranks")
+"""Parts whose smoke run takes long; others start engines in the same way."""
 
 
 @pytest.mark.compatibility
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, marks=[pytest.mark.nightly] * (p in LONG)) for p in PARTS]
+)
 def test_smoke_run_from_start_to_end(part: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.run", "--smoke", "--eager"]
     command += ["--only", part, "--results", str(tmp_path)]

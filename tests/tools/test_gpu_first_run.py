@@ -179,6 +179,7 @@ def test_every_check_is_a_part_and_fits_a_call() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_selection_of_tests_finds_some(out: Path) -> None:
     """The engine's parts together are their whole file, each test once."""
     tests = [part for part in PARTS if "pytest" in part.command]

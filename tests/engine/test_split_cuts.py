@@ -23,7 +23,7 @@ from tests.engine.changes import assert_changes_agree, causes_of, restore_soon
 from tests.engine.gated import gated_oracle
 from tests.engine.questions import DEBUG, album
 from tests.engine.running import Ask, assert_cuts_agree
-from tests.engine.test_parallel import ParallelEngine, workers
+from tests.engine.test_parallel import ParallelEngine, fail_at, workers
 from tests.engine.test_pipeline import PipelineEngine
 from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
@@ -144,6 +144,20 @@ def serve(folder: Path, gates: Path, name: str, kind: str) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             restore_soon(monkeypatch)
             assert_pressure(running, oracle, split)
+        if split.ranks > 1:
+            for call in range(2):
+                assert_failure(running, call, kind)
+            (output,) = running.run(asks[:1])
+            assert_cut(running, oracle, split, kind, asks[0], output)
+
+
+def assert_failure(running: ParallelEngine, call: int, kind: str) -> None:
+    """Assert that a rank which fails before an exchange ends its request, and nothing else."""
+    running.llm.collective_rpc(fail_at, args=(call,))
+    (output,) = running.run([ask(8 + call, "tgv_by_layer", kind)])
+    assert output.outputs[0].finish_reason == "error"
+    running.llm.collective_rpc(fail_at, args=(None,))
+    running.assert_forgotten()
 
 
 def assert_pressure(running: ParallelEngine, oracle: Oracle, split: Split) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_tgvkv.shared.errors import EvictionConfigError, differences
+from vllm_tgvkv.shared.errors import SILENT_NODE, EvictionConfigError, differences
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -50,9 +50,7 @@ async def check_engines(engine_client: EngineClient) -> None:
         engines = await ask_engines(engine_client, "kv_eviction_settings")
     except Exception as error:
         raise EvictionConfigError(
-            f"an engine cannot say how --kv-eviction is set ({error}): its node runs without the "
-            "flag, without vllm-tgvkv, or with another release of it; start every node with the "
-            "same flags and packages"
+            f"an engine cannot say how --kv-eviction is set ({error}): its node {SILENT_NODE}"
         ) from error
     # Workers of an engine have compared theirs.
     problem = differences("engine", {rank: workers[0] for rank, workers in enumerate(engines)})

@@ -344,7 +344,8 @@ def _configure(options: argparse.Namespace) -> VllmConfig:
     return vllm_config
 
 
-def _positive(text: str) -> int:
+def count(text: str) -> int:
+    """Read a positive whole number of a command line."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
@@ -357,12 +358,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add, as_in_serve = parser.add_argument, "as in vllm serve"
     add("model", help="a folder with a config.json, or a name as in vllm serve")
-    add("--prompt", type=_positive, default=8192, help="tokens of a prompt")
-    add("--answer", type=_positive, default=256, help="tokens of its answer")
+    add("--prompt", type=count, default=8192, help="tokens of a prompt")
+    add("--answer", type=count, default=256, help="tokens of its answer")
     add("--budget", default="0.1", help="as --kv-eviction-budget")
     add("--pool", type=float, default=16.0, help="GiB of memory for caches")
-    add("--block-size", type=_positive, help=as_in_serve)
-    add("--max-model-len", type=_positive, help=as_in_serve)
+    add("--block-size", type=count, help=as_in_serve)
+    add("--max-model-len", type=count, help=as_in_serve)
     add("--dtype", help=as_in_serve)
     add(
         "--enable-prefix-caching",

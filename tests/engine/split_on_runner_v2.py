@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of several workers on model runner V2, all of which import this module first.
+"""An engine of several workers on model runner V2; every worker imports this module first.
 
     python -m tests.engine.split_on_runner_v2 FOLDER GATES SPLIT KIND
 

@@ -233,7 +233,7 @@ def test_ranks_take_no_more_than_is_set_aside_and_never_wait(
     ranks = Ranks(4, 1, replicas, counted)
     with NoSynchronisation():
         most = most_bytes(config, TOKENS, ranks=ranks)
-    sizes = replace(SIZES, num_ranks=4, num_parts=ranks.num_parts)
+    sizes = replace(SIZES, ranks=ranks)
     lines = memory._of_method(config, config.build_policy(method), sizes)
     for name in ("scores", "masses", "column sums"):
         lines[name] //= 2
@@ -424,7 +424,6 @@ def test_the_pool_gets_what_eviction_leaves(
     config = SimpleNamespace(
         additional_config={CONFIG_KEY: {"policy": "tgv"}},
         model_config=SimpleNamespace(max_model_len=TOKENS, dtype=torch.bfloat16),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
     )
@@ -446,6 +445,7 @@ def test_the_pool_gets_what_eviction_leaves(
         peak_activation_memory=1 << 30,
         get_kv_cache_spec=lambda: specs,
     )
+    monkeypatch.setattr(worker_cuda, "tensor_ranks", lambda config: Ranks())
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: given or 10 << 30)
     lines: list[str] = []
     log = SimpleNamespace(info=lambda message, *values: lines.append(message % values))

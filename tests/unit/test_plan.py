@@ -91,7 +91,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def sent(message: Any) -> Any:
-    """Pickle a message as vLLM does for workers on other nodes, with arrays beside it."""
+    """Pickle a message as vLLM does for workers on other nodes, arrays apart."""
     beside: list[bytes] = []
     keep = lambda buffer: beside.append(buffer.raw().tobytes())  # noqa: E731
     text = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=keep)

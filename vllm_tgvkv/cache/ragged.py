@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ class RaggedKeys(RowKeys):
     The host knows that no head has more than C keys. On a CPU C is the most that one has, so that
     the cost of a cut goes by the keys that are left; elsewhere it is n.
     """
-
-    is_ragged: ClassVar[bool] = True
 
     positions: Tensor
     """Position of each column, int64 [L * H, C]; n after a pair's last key."""

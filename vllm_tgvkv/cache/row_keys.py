@@ -8,7 +8,6 @@ position are the same; `RaggedKeys` describe a compressed row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 @dataclass(frozen=True)
 class RowKeys:
     """The keys of a row that was never cut; L layers, H KV heads, n tokens of the request."""
-
-    is_ragged: ClassVar[bool] = False
-    """Whether an earlier cut left heads with keys of different tokens."""
 
     blocks: Tensor
     """Block ids of the row, int32 [W']."""

@@ -21,6 +21,7 @@ from vllm_tgvkv.fleet.gpus import GPUS, Gpu, parse_gpu
 from vllm_tgvkv.fleet.mix import Mix, parse_mix
 from vllm_tgvkv.fleet.model import Model, read_model
 from vllm_tgvkv.fleet.report import Plan, lines
+from vllm_tgvkv.gain import count
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose
 
@@ -160,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "visual ones, tokens of the answer (default: 8192,0.9,256)",
     )
     add("--rate", type=_positive, help="requests per second that are wanted")
-    add("--gpus", type=_count, help="GPUs that there are")
+    add("--gpus", type=count, help="GPUs that there are")
     add("--price", type=_positive, help="dollars for an hour of a GPU (default: a guess)")
     add("--load", type=_share, default=0.8, help="share of the capacity that is used (0.8)")
     add("--max-inter-token-ms", type=_positive, help="milliseconds between tokens, at most")
@@ -178,19 +179,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--eviction-cost", type=float, help="time of an eviction by its prefill's (0.034)")
     add("--reserve", type=float, default=6.0, help="GiB of a GPU for activations and graphs (6)")
     add("--eviction-memory", type=float, default=1.2, help="GiB of a GPU besides, with eviction")
-    add("--tensor-parallel-size", type=_count, default=1, help=as_in_serve)
+    add("--tensor-parallel-size", type=count, default=1, help=as_in_serve)
     add("--gpu-memory-utilization", type=_share, default=0.9, help=f"{as_in_serve} (0.9)")
-    add("--max-num-seqs", type=_count, help=as_in_serve)
-    add("--max-num-batched-tokens", type=_count, help=as_in_serve)
-    add("--block-size", type=_count, default=16, help=f"{as_in_serve} (16)")
-    add("--max-model-len", type=_count, help=as_in_serve)
+    add("--max-num-seqs", type=count, help=as_in_serve)
+    add("--max-num-batched-tokens", type=count, help=as_in_serve)
+    add("--block-size", type=count, default=16, help=f"{as_in_serve} (16)")
+    add("--max-model-len", type=count, help=as_in_serve)
     return parser
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 def _positive(text: str) -> float:

@@ -223,7 +223,7 @@ def _is_evicted(each: Prompt, eviction: Eviction | None) -> bool:
 
 
 def _gain(server: Server, each: Prompt, num_answer: int, eviction: Eviction | None) -> Gain:
-    """Return the bytes of a request with so many tokens of its answer."""
+    """Return the bytes of a request with `num_answer` tokens of its answer."""
     budget = eviction.budget if eviction else Budget(fraction=1.0)
     found = gain(server.kinds, each.tokens, num_answer, budget, server.block_size)
     return found if _is_evicted(each, eviction) else Gain(*[found.before] * 3)

@@ -27,7 +27,7 @@ VIEW_SECONDS = 1.0
 LINK_GIGABITS = 100.0
 """Assumed: network of a load balancer, in 10^9 bits per second."""
 CORES = 16.0
-"""Assumed: CPU cores beside each GPU."""
+"""Assumed: CPU cores for each GPU."""
 MOST_SERIES = 2e6
 """Assumed: time series that one Prometheus server holds."""
 

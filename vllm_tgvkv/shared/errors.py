@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _MAX_QUOTED = 200
+
+_ALIKE = "start every node with the same flags and packages"
+
+SILENT_NODE = "runs without the flag, without vllm-tgvkv, or with another release of it; " + _ALIKE
+"""The end of a message about a node that does not say how it evicts."""
 """Characters of a wrong value in a message."""
 
 
@@ -59,4 +64,4 @@ def differences(kind: str, told: Mapping[int, Mapping[str, str]]) -> str | None:
     ]
     if not found:
         return None
-    return f"{'; '.join(found)}: start every node with the same flags and packages"
+    return f"{'; '.join(found)}: {_ALIKE}"

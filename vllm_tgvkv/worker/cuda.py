@@ -30,12 +30,12 @@ from vllm_tgvkv.blocks.states import evicted_specs, with_plain_specs
 from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.server import config_of
 from vllm_tgvkv.recall.tier import PinnedTier
-from vllm_tgvkv.shared.layer_types import evicted_kv_heads
 from vllm_tgvkv.shared.plan import Eviction, Restored
 from vllm_tgvkv.worker.base import EvictingWorker
 from vllm_tgvkv.worker.context import WORKSPACE_BYTES
 from vllm_tgvkv.worker.memory import Memory, Sizes, memory_outside_pool
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
+from vllm_tgvkv.worker.ranks import tensor_ranks
 from vllm_tgvkv.worker.warm_up import warm_up
 
 logger = init_logger("vllm.tgvkv")
@@ -94,7 +94,7 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
     name, spec = next(iter(specs.items()))
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     group_size = compilation.static_forward_context[name].impl.num_queries_per_kv
-    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    model = vllm_config.model_config
     sizes = Sizes(
         CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size),
         element_bytes=model.dtype.itemsize,
@@ -103,8 +103,7 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
         max_rows=max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0),
         table_width=cdiv(model.max_model_len, spec.block_size),
         workspace_bytes=WORKSPACE_BYTES,
-        num_ranks=num_ranks,
-        num_parts=min(num_ranks, evicted_kv_heads(model)) if num_ranks > 1 else 1,
+        ranks=tensor_ranks(vllm_config),
     )
     return memory_outside_pool(config_of(vllm_config), sizes)
 

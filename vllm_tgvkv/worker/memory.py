@@ -8,7 +8,7 @@ computed here and subtracted first. `docs/design.md` has the formulas as a table
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.recall import RecallOptions
@@ -23,6 +23,7 @@ from vllm_tgvkv.policies import Policy
 from vllm_tgvkv.recall.tier import staging_bytes
 from vllm_tgvkv.shared.prompt import CHOICE_ROWS
 from vllm_tgvkv.summaries.blocks import bytes_of_writing
+from vllm_tgvkv.worker.ranks import Ranks
 from vllm_tgvkv.worker.recaller import layers_at_once, logits_bytes
 
 _TABLE_BYTES = 64 << 20
@@ -56,14 +57,8 @@ class Sizes:
     """Entries of a row of the block table."""
     workspace_bytes: int
     """Bound of each buffer of the statistics."""
-    num_ranks: int = 1
-    """Tensor-parallel ranks."""
-    num_parts: int = 1
-    """Those among them that hold different KV heads."""
-
-    def shares_sets(self, per_head: bool) -> bool:
-        """Return whether a token set belongs to heads of several ranks, see `Ranks`."""
-        return self.num_ranks > 1 and (not per_head or self.num_parts < self.num_ranks)
+    ranks: Ranks = field(default_factory=Ranks)
+    """The tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +179,11 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
         "statistics": _of_statistics(config, policy, sizes, num_sets),
     }
     # Of one prompt at a time, one after the other:
-    num_parts = sizes.num_parts if policy.granularity == "head" else 1
+    num_parts = sizes.ranks.num_parts if policy.granularity == "head" else 1
     of_part = (scores + guarded) * tokens
     stacked = of_part * num_parts
     # This rank's tensor, all ranks' as they arrive, and all in the order of the heads.
-    gathered = of_part * (2 + sizes.num_ranks + num_parts) if num_parts > 1 else 0
+    gathered = of_part * (2 + sizes.ranks.size + num_parts) if num_parts > 1 else 0
     # Ranking keys, slice by slice, while the pages of every head are found.
     choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * num_parts * tokens
     choice += 6 * _key_slice(sizes, num_sets * num_parts)
@@ -249,10 +244,10 @@ def _of_shared(policy: Policy, sizes: Sizes, num_sets: int) -> int:
 
     The numbers of this rank, of all ranks, and their means, which stay while layers are scored.
     """
-    if not sizes.shares_sets(policy.granularity == "head") or not policy.row_sets:
+    if not sizes.ranks.shares_sets(policy.granularity == "head") or not policy.row_sets:
         return 0
     of_layer = 8 * num_sets * (sizes.max_tokens + 128)
-    return (2 + sizes.num_ranks + len(policy.row_sets)) * _of_layers(of_layer, policy, sizes)
+    return (2 + sizes.ranks.size + len(policy.row_sets)) * _of_layers(of_layer, policy, sizes)
 
 
 def _of_keys(sizes: Sizes, all_similarities: bool) -> int:

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from vllm_tgvkv.config.server import config_of
 from vllm_tgvkv.gates.folder import Gates
 from vllm_tgvkv.shared.budget import Budget
-from vllm_tgvkv.shared.errors import EvictionConfigError, differences
+from vllm_tgvkv.shared.errors import SILENT_NODE, EvictionConfigError, differences
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,7 +63,7 @@ def digest(settings: Mapping[str, str]) -> str:
 
 
 def check_world(settings: Callable[[], Mapping[str, str]]) -> None:
-    """Compare this worker's settings with those of its world, if there are other workers.
+    """Compare the settings of all workers of this one's world, if there are others.
 
     `settings` is called only then, since it may read large files.
 
@@ -106,9 +106,7 @@ def _silence(told: Mapping[int, Mapping[str, str]], size: int, seconds: float) -
         return None
     ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} of {size}"
     return (
-        f"{ranks} did not say within {seconds:g} s how --kv-eviction is set: the node runs without "
-        "the flag, without vllm-tgvkv, or with another release of it; start every node with the "
-        "same flags and packages"
+        f"{ranks} did not say within {seconds:g} s how --kv-eviction is set: the node {SILENT_NODE}"
     )
 
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_tgvkv.blocks.manager import Compression, EvictingManager
@@ -17,7 +18,10 @@ class IntegrityError(RuntimeError):
 
 
 def check_integrity(
-    manager: EvictingManager, others: Sequence[SingleTypeKVCacheManager], known_ids: Set[str]
+    manager: EvictingManager,
+    others: Sequence[SingleTypeKVCacheManager],
+    known_ids: Set[str],
+    held: Iterable[KVCacheBlock] = (),
 ) -> None:
     """Recount owners, reservations, free list and regions.
 
@@ -28,6 +32,7 @@ def check_integrity(
     Args:
         others: managers of the pool's other layers, which evict nothing.
         known_ids: requests that may hold blocks.
+        held: blocks that no request holds any more, and that go back to the pool later.
 
     Raises:
         IntegrityError: at the first disagreement.
@@ -38,7 +43,8 @@ def check_integrity(
         for blocks in rows.req_to_blocks.values():
             owners.update(block.block_id for block in blocks if not block.is_null)
     for compression in manager.compressions.values():
-        owners.update(block.block_id for block in compression.reserved)
+        owners.update(block.block_id for block in (*compression.reserved, *compression.header))
+    owners.update(block.block_id for block in held)
     _check_pool(manager.block_pool, owners)
     for request_id, compression in manager.compressions.items():
         row = manager.req_to_blocks.get(request_id, ())

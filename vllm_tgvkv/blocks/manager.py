@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,12 @@ class Compression:
     given_back: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId | None]] = ()
     """The prompt's blocks that the first cut gave back, with their hashes; () if one of them is
     known to be lost."""
+    num_header: int = 0
+    """Blocks that its next cut reserves for a header, if the request goes to another server."""
+    header: tuple[KVCacheBlock, ...] = ()
+    """Blocks that describe its region to another server, or to this one until it has read them."""
+    arriving: Cut | None = None
+    """A cut that another server has made, whose blocks are on their way to this one."""
 
     @property
     def swapped(self) -> bool:
@@ -88,7 +94,7 @@ class Compression:
         """Return the fresh blocks that a chunk up to `num_tokens` needs; 0 if it does not evict."""
         if self.reserved or self.cut is None or num_tokens < self.cut.at:
             return 0
-        return self.cut.num_retained
+        return self.cut.num_retained + self.num_header
 
 
 class EvictingManager(FullAttentionManager):
@@ -113,36 +119,48 @@ class EvictingManager(FullAttentionManager):
         """First block ids of regions dropped since the last drain."""
         self.others = OtherBlocks()
         """Blocks that requests hold for layers that are not evicted."""
+        self.free_later: Callable[[Sequence[KVCacheBlock]], None] | None = None
+        """Frees blocks once the steps that are in flight have ended; None if blocks may go back
+        before, because whoever takes them writes to them in a later step."""
         self.record_freed = False
         self.freed: list[int] = []
         """Unhashed blocks given back since the last drain, if `record_freed`."""
 
     # -- reservation, while the prefill is scheduled ------------------------------------
 
-    def expect(self, request: Request, cut: Cut | None, num_reusable: int | None = None) -> None:
+    def expect(
+        self,
+        request: Request,
+        cut: Cut | None,
+        num_reusable: int | None = None,
+        num_header: int | None = None,
+    ) -> None:
         """Reserve the fresh blocks of a request's next cut with the chunk that ends there.
 
-        `num_reusable` is where a hit of the prefix cache ends, in tokens, if not before; None
-        leaves it as it is.
+        Args:
+            num_reusable: where a hit of the prefix cache ends, in tokens, if not before.
+            num_header: blocks of a header that are reserved as well. None leaves either as it is.
         """
         known = self.compressions.setdefault(request.request_id, Compression(request, cut))
         known.cut = cut
         if num_reusable is not None:
             known.num_reusable = num_reusable
+        if num_header is not None:
+            known.num_header = num_header
 
     def forget(self, request_id: str) -> None:
         """Drop the record of a request that holds no blocks: it ended, or is not evicted."""
         compression = self.compressions.pop(request_id, None)
         assert compression is None or not (compression.reserved or compression.swapped)
 
-    def can_ever_fit(self, cuts: Cuts) -> bool:
-        """Return whether an empty pool holds a request at each of its cuts.
+    def can_ever_fit(self, cuts: Cuts, num_header: int = 0) -> bool:
+        """Return whether an empty pool holds a request at each of its cuts, and its header.
 
         If so, it holds the rest of the request as well, after any number of preemptions: replayed
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return max(cuts.peaks(), default=0) + self.others.most <= usable
+        return max(cuts.peaks(), default=0) + num_header + self.others.most <= usable
 
     def get_num_blocks_to_allocate(
         self,
@@ -159,6 +177,13 @@ class EvictingManager(FullAttentionManager):
         includes the free blocks that earlier prefills need.
         """
         compression = self.compressions.get(request_id)
+        if compression and compression.arriving and request_id not in self.req_to_blocks:
+            num_blocks = self._num_arriving(compression, num_tokens)
+            if apply_admission_cap:
+                num_blocks = max(num_blocks - self.order.net_change(0), 0)
+            else:
+                num_blocks += self.order.needed()
+            return self._with_kept_free(request_id, num_blocks)
         cut = compression.cut if compression else None
         if cut is None and request_id in self.num_cached_block:
             # It runs, and nothing is reserved: vLLM's number, without the way there, which every
@@ -182,7 +207,8 @@ class EvictingManager(FullAttentionManager):
         if not apply_admission_cap:
             return self._with_kept_free(request_id, num_blocks + self.order.needed())
         num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
-        prefill = self._prefill(cut, num_tokens, num_shared)
+        num_header = compression.num_header if compression else 0
+        prefill = self._prefill(cut, num_tokens, num_shared, num_header)
         self._admission = request_id, prefill
         # The prompt gives blocks back before the tokens that follow it are computed again.
         num_blocks -= min(prefill.num_replayed, prefill.num_returned)
@@ -232,7 +258,9 @@ class EvictingManager(FullAttentionManager):
             num_blocks += compression.num_to_reserve(num_tokens)
         return self.order.may_take(request_id, num_blocks, self.block_pool.get_num_free_blocks())
 
-    def _prefill(self, cut: Cut | None, num_tokens: int, num_shared: int) -> Prefill:
+    def _prefill(
+        self, cut: Cut | None, num_tokens: int, num_shared: int, num_header: int
+    ) -> Prefill:
         num_blocks = cdiv(num_tokens, self.block_size)
         if cut is None:
             return Prefill(num_blocks, num_shared=num_shared, num_tokens=num_tokens)
@@ -240,7 +268,7 @@ class EvictingManager(FullAttentionManager):
         return Prefill(
             num_first,
             num_replayed=max(num_blocks - num_first, 0),
-            num_fresh=cut.num_retained,
+            num_fresh=cut.num_retained + num_header,
             num_returned=max(cut.num_replaced - num_shared, 0),
             num_shared=num_shared,
             num_tokens=num_tokens,
@@ -254,6 +282,57 @@ class EvictingManager(FullAttentionManager):
         """Return whether the request's row starts with a compressed region."""
         compression = self.compressions.get(request_id)
         return compression is not None and compression.swapped
+
+    # -- from and to other servers ------------------------------------------------------
+
+    def expect_arrival(self, request: Request, cut: Cut, num_header: int) -> None:
+        """Take the blocks of a prompt that another server has cut, in place of the whole prompt's.
+
+        They are allocated when vLLM admits the request, as tokens of its connector.
+        """
+        self.expect(request, None, num_header=num_header)
+        self.compressions[request.request_id].arriving = cut
+
+    def arrived(self, request_id: str) -> tuple[KVCacheBlock, ...]:
+        """Record that a prompt's blocks have arrived; return those of its header, now unowned.
+
+        The caller frees these once the worker has read them.
+        """
+        compression = self.compressions[request_id]
+        header, compression.header = compression.header, ()
+        compression.arriving, compression.num_header = None, 0
+        return header
+
+    def blocks_to_send(self, request_id: str, num_tokens: int) -> list[int]:
+        """Return the block ids of a request's header, region and tail up to `num_tokens`."""
+        row = self.req_to_blocks[request_id][: cdiv(num_tokens, self.block_size)]
+        blocks = (*self.compressions[request_id].header, *row)
+        return [block.block_id for block in blocks if not block.is_null]
+
+    def _num_arriving(self, compression: Compression, num_tokens: int) -> int:
+        cut = compression.arriving
+        assert cut is not None
+        num_tail = cdiv(max(num_tokens, cut.at), self.block_size) - cut.num_replaced
+        return compression.num_header + cut.num_retained + num_tail
+
+    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        """Allocate the blocks of tokens that a connector has; of a cut prompt as its row has them.
+
+        vLLM's connectors fill the blocks that are not null, in order.
+        """
+        compression = self.compressions.get(request_id)
+        cut = compression.arriving if compression else None
+        if compression is None or cut is None:
+            super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+            return
+        row, num_header = self.req_to_blocks[request_id], compression.num_header
+        assert not row
+        blocks = self.block_pool.get_new_blocks(self._num_arriving(compression, cut.at))
+        compression.header, blocks = tuple(blocks[:num_header]), blocks[num_header:]
+        nulls = [self._null_block] * (cut.num_replaced - cut.num_retained)
+        row += [*blocks[: cut.num_retained], *nulls, *blocks[cut.num_retained :]]
+        compression.num_retained, compression.num_replaced = cut.num_retained, cut.num_replaced
+        compression.was_cut = True
 
     # -- under pressure -----------------------------------------------------------------
 
@@ -321,7 +400,9 @@ class EvictingManager(FullAttentionManager):
         compression = self.compressions[request_id]
         cut, fresh = compression.cut, compression.reserved
         assert cut is not None
+        fresh, compression.header = fresh[: cut.num_retained], fresh[cut.num_retained :]
         assert len(fresh) == cut.num_retained
+        assert len(compression.header) == compression.num_header
         blocks = self.req_to_blocks[request_id]
         old = [block for block in blocks[: cut.num_replaced] if not block.is_null]
         if compression.swapped:
@@ -332,11 +413,11 @@ class EvictingManager(FullAttentionManager):
         blocks[: cut.num_replaced] = [*fresh, *nulls]
         compression.reserved, compression.cut, compression.was_cut = (), None, True
         compression.num_retained, compression.num_replaced = cut.num_retained, cut.num_replaced
-        free_before = self.block_pool.get_num_free_blocks()
+        num_freed = sum(block.ref_cnt == 1 for block in old)
         self._give_back(old)
         if request_id in self.order.prefills:
             self.order.evict(request_id, len(blocks), self._passing(request_id, cut.at))
-        return self.block_pool.get_num_free_blocks() - free_before - len(fresh)
+        return num_freed - len(fresh)
 
     def num_held(self) -> int:
         """Return the number of blocks that compressed requests hold."""
@@ -398,10 +479,14 @@ class EvictingManager(FullAttentionManager):
         self.order.leave(request_id)
         if compression := self.compressions.get(request_id):
             # Ended or preempted; a preempted request prefills and is evicted again.
-            if compression.swapped:
+            if compression.swapped and compression.arriving is None:
                 self.released.append(blocks[0].block_id)
+            # vLLM frees the last ones first, and those are the first to be taken again. So a server
+            # that reads too late finds another header before it finds other keys.
             blocks.extend(compression.reserved)
-            compression.reserved, compression.num_retained = (), 0
+            blocks.extend(compression.header)
+            compression.reserved, compression.num_retained, compression.header = (), 0, ()
+            compression.arriving = None
             compression.was_cut, compression.given_back = False, ()
         self._record_freed(blocks)
         return blocks
@@ -414,6 +499,9 @@ class EvictingManager(FullAttentionManager):
 
     def _give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._record_freed(blocks)
+        if self.free_later is not None:
+            self.free_later(blocks)
+            return
         # Last blocks first, as vLLM frees: the pool then reuses those least likely to be hit.
         self.block_pool.free_blocks(reversed(blocks))
 

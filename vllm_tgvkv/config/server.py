@@ -221,6 +221,12 @@ class EvictionConfig:
         help="Evictions while the answer grows: of the prompt, in steps, or of prompt and answer, "
         "to stay below a ceiling. On a server that has them, a request may have its own.",
     )
+    handover: Literal["whole", "cut"] = setting(
+        "whole",
+        help="How a prompt travels that another server decodes (`--kv-transfer-config`), under "
+        "pressure: `whole`, and it is cut there once memory is short; or `cut` before it travels, "
+        "even if there is room. With `when: always` it is always cut before.",
+    )
     recall: RecallOptions | None = setting(
         None,
         accepts="`{every: 3, tier: file, folder: /var/tmp, gib: 32, sketch: 4}`",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.engine.platforms import CPU, Platform, eviction_platform
+from vllm_tgvkv.shared.connector import CONNECTORS
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 from vllm_tgvkv.shared.layer_types import (
     evicted_head_size,
@@ -81,6 +82,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
         *_summary_refusals(vllm_config, config),
         *_recall_refusals(vllm_config, config, platform),
         *_draft_refusals(vllm_config, platform),
+        *_connector_refusals(vllm_config, config),
         *_rank_refusals(vllm_config, config, platform),
         *_replica_refusals(vllm_config, platform),
         *_expert_refusals(vllm_config, platform),
@@ -340,6 +342,34 @@ def _recall_refusals(
     )
 
 
+def _connector_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tuple[Refusal, ...]:
+    """List what KV connectors do not run with."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer is None:
+        return ()
+    model, name = vllm_config.model_config, transfer.kv_connector
+    what = f"the KV connector {name} (--kv-transfer-config)"
+    remove, stages = "remove --kv-transfer-config", parallel.pipeline_parallel_size
+    is_mixed = has_windows(model.hf_text_config) or has_delta_nets(model)
+    cases = (
+        (transfer.kv_connector_module_path, f"from {transfer.kv_connector_module_path}"),
+        (stages > 1, f"and --pipeline-parallel-size {stages}"),
+        (vllm_config.speculative_config is not None, "and --speculative-config"),
+        (is_mixed, "and models whose layers have windows or states"),
+        (config.summarises, "and summaries of evicted tokens"),
+        (config.gates, "and gates (--kv-eviction-gates)"),
+    )
+    return (
+        (
+            # Others copy a prompt's blocks to their store after the step, when they are reused.
+            name not in CONNECTORS,
+            what if vllm_config.cache_config.kv_offloading_size is None else "--kv-offloading-size",
+            f"use one of {', '.join(CONNECTORS)}",
+        ),
+        *((is_refused, f"{what} {where}", remove) for is_refused, where in cases),
+    )
+
+
 def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List what speculative decoding may not be; nothing without it."""
     speculative = vllm_config.speculative_config
@@ -488,11 +518,6 @@ def _worker_refusals(
             f"decode.max_tokens: {config.decode and config.decode.max_tokens}, which is less than "
             f"floor_pages ({config.floor_pages}) and one block",
             f"give at least {least} tokens",
-        ),
-        (
-            vllm_config.kv_transfer_config is not None,
-            "KV connectors",
-            "remove --kv-transfer-config or --kv-offloading-size",
         ),
         (backend != ours, f"--attention-backend {backend}", f"use {ours}, which is extended"),
         (

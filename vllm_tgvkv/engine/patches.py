@@ -51,6 +51,7 @@ from vllm_tgvkv.engine.compatibility import (
 )
 from vllm_tgvkv.engine.instructions import Instructions
 from vllm_tgvkv.policies import method_names
+from vllm_tgvkv.shared import connector
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
@@ -322,6 +323,8 @@ def _evicting_config(
     vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: carried}
     check_vllm_config(vllm_config, platform)
     clear_nominal_window(vllm_config)
+    if vllm_config.kv_transfer_config is not None:
+        vllm_config.kv_transfer_config.kv_connector_module_path = connector.MODULE
     # vLLM has decided by now whether steps are scheduled ahead, and whether the user named an
     # attention backend.
     scheduler = vllm_config.scheduler_config

@@ -16,7 +16,7 @@ from vllm_tgvkv.config.server import NONE, EvictionConfig
 from vllm_tgvkv.policies import Policy, Summaries
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.cuts import STAGES, Cut, Cuts, plan_cuts
-from vllm_tgvkv.shared.plan import Choice, ColumnSumChunk, Eviction, Observation
+from vllm_tgvkv.shared.plan import Choice, ColumnSumChunk, Eviction, Header, Observation
 from vllm_tgvkv.shared.prompt import (
     CHOICE_ROWS,
     PRESSURE_ROWS,
@@ -196,6 +196,7 @@ class Candidate:
         stored: np.ndarray | None,
         is_whole: bool,
         tier_blocks: np.ndarray | None = None,
+        header: Header | None = None,
     ) -> Eviction:
         """Return the next cut, whose blocks are swapped, for the worker.
 
@@ -205,6 +206,7 @@ class Candidate:
             stored: rows of the query pool with the queries of the rows that vote, int64.
             is_whole: whether the row was not compressed.
             tier_blocks: blocks of the tier for the prompt, if it goes there now.
+            header: where the region is described, if it goes to another server.
         """
         return Eviction(
             request_id=request_id,
@@ -226,6 +228,7 @@ class Candidate:
             protected=self.options.protected,
             num_sketch=self.num_sketch,
             tier_blocks=tier_blocks,
+            header=header,
         )
 
     def choice_of(
@@ -254,6 +257,12 @@ class Candidate:
         self.num_cuts += 1
         self.num_cut = self.cut.at
         self.cut = self.cuts.after(self.cut)
+
+    def arrive(self, at: int) -> None:
+        """Go on after the first cut, which another server made with `at` tokens computed."""
+        self.was_evicted, self.num_cuts, self.num_cut = True, 1, at
+        first = self.cuts.first
+        self.cut = None if first is None else self.cuts.after(first)
 
     def choose_later(self) -> None:
         """Go on to the choice after the next one; the last tokens would serve no other."""

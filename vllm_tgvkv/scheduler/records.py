@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -137,6 +138,17 @@ class Records:
     def recall_lost(self, candidate: Candidate, fault: str) -> None:
         """Record that what a request lacks does not come back any more."""
         self.counters.recall_lost(candidate.options.policy, fault)
+
+    def sent(self, candidate: Candidate, num_blocks: int, num_whole: int) -> None:
+        """Record the blocks that another server may read, and those of the whole request."""
+        size = self._block_bytes
+        self.counters.sent(candidate.options.policy, num_blocks * size, num_whole * size)
+
+    def take_over(self, request: Request, report: Any) -> None:
+        """Go on with the report of the server that cut the prompt, if the request asked for one."""
+        if request.request_id in self.reports:
+            with suppress(TypeError, KeyError):  # forged: then the report says what is known here
+                self.reports[request.request_id] = EvictionReport.parse(report)
 
     def preempted(self, request: Request) -> None:
         """Record that a preemption undoes the cuts of a request that only pressure cuts.

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -24,6 +26,7 @@ from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import CONFIG_KEY, config_of
 from vllm_tgvkv.scheduler.candidate import Candidate, make_candidate
 from vllm_tgvkv.scheduler.chunks import ChunkLimits
+from vllm_tgvkv.scheduler.handovers import Handovers
 from vllm_tgvkv.scheduler.pressure import Pressure
 from vllm_tgvkv.scheduler.query_rows import QueryRows
 from vllm_tgvkv.scheduler.recalls import Recalls
@@ -97,10 +100,18 @@ class EvictionScheduler(Scheduler):
             most_cut_tokens=self.max_model_len + self.max_num_scheduled_tokens,
             state_interval=self.block_size if self.manager.others.caches_states else None,
         )
+        self._read: list[KVCacheBlock] = []
+        """Blocks that this step's worker reads for the last time."""
         # Bytes of a block on the first worker, with the padding that some groups may have.
         block_bytes = max(each.block_stride for each in self.kv_cache_config.kv_cache_tensors)
         self.records = Records(self.manager, block_bytes, self.log_stats)
         self._defaults = Defaults(config)
+        self.handovers: Handovers | None = None
+        if self.connector is not None:
+            self.handovers = Handovers(self, self._candidate)
+            self.connector.scheduling = self.handovers
+        if self.defer_block_free:
+            self.manager.free_later = self._free_later
         self._forgotten: list[str] = []
         """Requests whose observation the worker may drop."""
         budget, defer = config.first_eviction(config.policy)
@@ -127,9 +138,12 @@ class EvictionScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         is_new = request.request_id not in self.requests
-        super().add_request(request)
         if is_new:
+            # Before the connector hears of it: a prompt from another server may not fit.
             self._consider(request)
+        super().add_request(request)
+        if is_new and request.is_finished():  # its answer is complete, and delivered with the step
+            self.waiting.remove_requests([request])
 
     def _consider(self, request: Request) -> None:
         """Make the request a candidate, or record the reason why not."""
@@ -145,24 +159,37 @@ class EvictionScheduler(Scheduler):
             return
         if options.report:
             self.records.open_report(request, options)
-        model = self.vllm_config.model_config.hf_config
-        candidate = make_candidate(
+        handovers = self.handovers
+        if handovers is None:
+            found, num_header = self._candidate(request, options), 0
+        else:
+            found, num_header = handovers.consider(request, options)
+        if isinstance(found, str):
+            self.records.skip(request, options.policy, found)
+        else:
+            self.candidates[request.request_id] = found
+            self.pressure.arrive(request.request_id, found)
+            cached = self._most_cached(request, found)
+            self.manager.expect(request, found.cut, cached, num_header)
+        if handovers is not None:
+            handovers.accept(request, options)
+
+    def _candidate(self, request: Request, options: RequestOptions) -> Candidate | str:
+        """Return a candidate, or the key of `SKIP_REASONS` why the request is not evicted."""
+        found = make_candidate(
             request,
             options,
             self.eviction_config,
             self.tokens_per_block,
-            model,
+            self.vllm_config.model_config.hf_config,
             self.max_model_len,
             self._num_sketch_blocks,
         )
-        if isinstance(candidate, str):
-            self.records.skip(request, options.policy, candidate)
-        elif not self.manager.can_ever_fit(candidate.cuts):
-            self.records.skip(request, options.policy, "pool_too_small")
-        else:
-            self.candidates[request.request_id] = candidate
-            self.pressure.arrive(request.request_id, candidate)
-            self.manager.expect(request, candidate.cut, self._most_cached(request, candidate))
+        if isinstance(found, str):
+            return found
+        num_header = self.handovers.num_header(request, found) if self.handovers else 0
+        fits = self.manager.can_ever_fit(found.cuts, num_header)
+        return found if fits else "pool_too_small"
 
     def _num_sketch_blocks(self, num_tokens: int) -> int:
         recall = self.eviction_config.recall
@@ -174,6 +201,8 @@ class EvictionScheduler(Scheduler):
         self, request: Request, *args: Any, **kwargs: Any
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         """Shorten a hit that would cover observation rows or the end of the prompt."""
+        if self.handovers is not None and self.handovers.is_coming(request.request_id):
+            return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
         blocks, num_hit, boundary, diverged = super()._get_local_prefix_cache_hit(
             request, *args, **kwargs
         )
@@ -210,6 +239,8 @@ class EvictionScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._chunk_limits.begin_step()
+        read, self._read = self._read, []
+        self.kv_cache_manager.block_pool.free_blocks(read)
         restored = self._relieve() if self.eviction_config.keeps_positions else []
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
@@ -217,6 +248,9 @@ class EvictionScheduler(Scheduler):
         released, freed = self.manager.drain()
         plan = StepPlan(released, restored, self._forgotten, poisoned=freed)
         self._forgotten = []
+        if self.handovers is not None:
+            new = (self.requests[each.req_id] for each in output.scheduled_new_reqs)
+            self._free_later(self.handovers.plan(plan, new), ahead=not scheduled)
         for request_id, num_scheduled in scheduled.items():
             candidate = self.candidates.get(request_id)
             if candidate is not None and candidate.next_at is not None:
@@ -230,7 +264,8 @@ class EvictionScheduler(Scheduler):
         plan.counters = self.records.counters.take_if_changed()
         if self.eviction_config.debug.check_integrity:
             self.recalls.check(set(filter(self.manager.is_compressed, self.candidates)))
-            check_integrity(self.manager, self.other_managers, self.requests.keys())
+            held = [*self._read, *(block for _, blocks in self.deferred_frees for block in blocks)]
+            check_integrity(self.manager, self.other_managers, self.requests.keys(), held)
         return attach_plan(output, plan)
 
     def _relieve(self) -> list[Restored]:
@@ -291,7 +326,8 @@ class EvictionScheduler(Scheduler):
         self.records.give_back(candidate, manager.swap(request_id))
         row_blocks, stored = manager.block_ids(request_id), self.query_rows.of(request_id)
         tier_blocks = self._keep_for_recall(request_id, candidate, cut) if is_whole else None
-        more = stored, is_whole, tier_blocks
+        header = self.handovers.header_of(request_id) if self.handovers else None
+        more = stored, is_whole, tier_blocks, header
         eviction = candidate.eviction(request_id, cut, old_blocks, row_blocks, *more)
         # Free from now on: the rows are read in this step, and written by later ones.
         self.query_rows.give_back([request_id])
@@ -342,7 +378,10 @@ class EvictionScheduler(Scheduler):
             if outcome.num_retained is not None:
                 self._trim(outcome, outcome.num_retained)
             self.records.outcome(outcome)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.handovers is not None:
+            self.handovers.deliver(outputs)
+        return outputs
 
     def _recalled(self, outcome: ChoiceOutcome) -> None:
         """Record how many tokens a choice brings back, or that the tier failed."""
@@ -417,10 +456,56 @@ class EvictionScheduler(Scheduler):
             self.recalls.end(request.request_id)
             self._forgotten.append(request.request_id)
             self.query_rows.give_back([request.request_id])
-            self.manager.forget(request.request_id)
+            if request.request_id not in self.requests:
+                self.manager.forget(request.request_id)
+        if self.handovers is not None:
+            self.handovers.forget(request.request_id)
         if report := self.records.close_report(request.request_id):
             kv_params = {**(kv_params or {}), CONFIG_KEY: report}
         return kv_params, ec_params
+
+    def _free_blocks(self, request: Request) -> None:
+        """Free the blocks of a request that ended; later, if a connector reads or writes them."""
+        super()._free_blocks(request)
+        if request.request_id not in self.candidates:
+            self.manager.forget(request.request_id)
+
+    # -- prompts that go from server to server ------------------------------------------
+
+    def _free_later(self, blocks: Sequence[KVCacheBlock], ahead: bool = False) -> None:
+        """Free blocks once the steps that may read them have run.
+
+        Args:
+            ahead: whether the next step that is not empty reads them, too.
+        """
+        if not blocks:
+            return
+        if self.defer_block_free:
+            self.deferred_frees.append((self.sched_step_seq + ahead, list(blocks)))
+        else:
+            self._read += blocks
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        is_failed = request.request_id in self.failed_recving_kv_req_ids
+        super()._update_waiting_for_remote_kv(request)
+        if self.handovers is not None and self.handovers.is_coming(request.request_id):
+            self.handovers.end(request, is_failed)
+
+    def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
+        assert self.handovers is not None
+        others = failed_req_ids - self.handovers.fail(failed_req_ids)
+        return super()._handle_failed_recving(others)
+
+    def _handle_invalid_blocks(
+        self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        assert self.handovers is not None
+        holders = self.handovers.holders(invalid_block_ids)
+        self.handovers.fail(holders)
+        others = invalid_block_ids.difference(*holders.values())
+        return super()._handle_invalid_blocks(others, num_scheduled_tokens) if others else set()
+
+    # -- statistics ---------------------------------------------------------------------
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """Return vLLM's statistics with the metrics."""

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_tgvkv.shared.metrics import MetricsBuffer
+from vllm_tgvkv.shared.metrics import HANDOVERS, MetricsBuffer
 from vllm_tgvkv.shared.plan import Outcome
 
 SKIP_REASONS = {
@@ -21,6 +21,7 @@ SKIP_REASONS = {
     "method_needs_vision": "the method's budget is attention to images, and there are none",
     "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",
     "invalid_request": "its vllm_xargs are wrong, and no front end of vLLM has checked them",
+    "handed_over_whole": "another server decodes it, and cuts it if memory is short there",
     "policy_failed": "the method raised or memory ran out; the request ended with an error",
     "unsupported_request": "prompt embeddings, streamed inputs, or images that overlap",
 }
@@ -52,6 +53,12 @@ class EvictionCounters:
     blocks_given_back: int = 0
     """Blocks returned to the pool, less the fresh ones taken. Blocks shared with another request
     are not returned."""
+    handovers: Counter[str] = field(default_factory=Counter)
+    """Prompts that went to another server or came from one, by `HANDOVERS`."""
+    bytes_sent: int = 0
+    """Of cut prompts that went to another server, if it read them, on the first worker."""
+    bytes_sent_whole: int = 0
+    """The same, had they not been cut."""
     metrics: MetricsBuffer | None = None
     """For Prometheus; None if metrics are off."""
 
@@ -87,6 +94,18 @@ class EvictionCounters:
     def recall_lost(self, policy: str, fault: str) -> None:
         self.recalls_lost[fault] += 1
         self._count("recalls_lost", policy, fault)
+
+    def sent(self, policy: str, num_bytes: int, num_whole: int) -> None:
+        self.bytes_sent += num_bytes
+        self.bytes_sent_whole += num_whole
+        self.handed_over(policy, "sent")
+        for cache, number in (("sent", num_bytes), ("whole", num_whole)):
+            self._count("handover_bytes", policy, cache, by=number)
+
+    def handed_over(self, policy: str, outcome: str) -> None:
+        assert outcome in HANDOVERS, outcome
+        self.handovers[outcome] += 1
+        self._count("handovers", policy, outcome)
 
     def stayed_whole(self, policy: str) -> None:
         self.requests_whole += 1
@@ -150,4 +169,7 @@ class EvictionCounters:
             "recalled_tokens": round(self.recalled_tokens, 3),
             "recalls_lost": dict(self.recalls_lost),
             "blocks_given_back": self.blocks_given_back,
+            "handovers": dict(self.handovers),
+            "bytes_sent": self.bytes_sent,
+            "bytes_sent_whole": self.bytes_sent_whole,
         }

@@ -25,6 +25,11 @@ TIER_FAULTS = ("full", "failed")
 STATES = ("whole", "shrunk", "restored")
 """Values of the label `state`."""
 
+HANDOVERS = ("sent", "received", "answered", "refused", "failed")
+"""Values of the label `outcome` of a prompt that goes to another server, or comes from one: its
+blocks wait to be read; they were read; its answer was complete; the message does not fit; the
+blocks were not read or are not those that were sent. The last two are computed again."""
+
 _SEPARATOR = "\x1f"
 """Separates the parts of a name; occurs in no method or skip reason."""
 
@@ -114,6 +119,29 @@ METRICS = {
             "tier_blocks_held",
             "gauge",
             "Blocks of the tier that hold evicted prompts.",
+        ),
+        Metric(
+            "handovers",
+            "counter",
+            "Prompts that go to another server or come from one, by outcome: sent, received, "
+            "answered; refused or failed, which are computed again.",
+            ("policy", "outcome"),
+        ),
+        Metric(
+            "handover_bytes",
+            "counter",
+            "Bytes of prompts that go to another server, as they are sent and as whole prompts.",
+            ("policy", "cache"),
+        ),
+        Metric(
+            "running_blocks",
+            "gauge",
+            "KV blocks that running requests hold.",
+        ),
+        Metric(
+            "running_tokens",
+            "gauge",
+            "Tokens of running requests whose keys were computed, evicted ones included.",
         ),
         Metric(
             "deferred_requests",

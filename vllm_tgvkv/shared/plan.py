@@ -52,6 +52,15 @@ class ColumnSumChunk:
 
 
 @dataclass(frozen=True)
+class Header:
+    """Blocks that describe a region to another server, see `cache/header.py`."""
+
+    blocks: tuple[int, ...]
+    nonce: tuple[int, ...]
+    """What they begin with, int32."""
+
+
+@dataclass(frozen=True)
 class Eviction:
     """A prompt whose cache shrinks after this step, which ends the prompt or its wait."""
 
@@ -92,6 +101,8 @@ class Eviction:
     tier_blocks: np.ndarray | None = None
     """Blocks of the tier for the prompt's full blocks, int32; None if it can not be recalled, or
     lies there already."""
+    header: Header | None = None
+    """Where the region is described for another server; None if it stays here."""
 
     def protected_pages(self, block_size: int) -> int:
         """Return the pages that every head gets for them, beside its floor."""
@@ -142,6 +153,18 @@ class Restored:
     """Block ids of its row, int32."""
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A prompt that another server has computed and cut, whose blocks are read in this step."""
+
+    request_id: str
+    header: Header
+    region_blocks: tuple[int, ...]
+    """Blocks of its region; the last planned ones are 0 if a guard left fewer."""
+    num_replaced: int
+    """Full blocks of the prompt, which the region replaces."""
+
+
 @dataclass
 class StepPlan:
     """All eviction work of a step; the worker goes through the lists in this order."""
@@ -151,6 +174,12 @@ class StepPlan:
     restored: list[Restored] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     """Requests whose observation state can be dropped."""
+    arriving: list[Arrival] = field(default_factory=list)
+    arrived: list[str] = field(default_factory=list)
+    """Requests whose blocks are complete, on all ranks. They decode from this step on."""
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    """The answers so far of new requests that have one, because another server began it. Model
+    runner V1 believes that a new request has none."""
     poisoned: list[int] = field(default_factory=list)
     """Blocks given back since the last step (debug option `poison` only)."""
     observations: list[Observation] = field(default_factory=list)

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -23,6 +24,7 @@ from vllm_tgvkv.attention.base import EvictingBuilder, EvictingImpl
 from vllm_tgvkv.blocks.manager import EvictingSpec
 from vllm_tgvkv.blocks.states import packed_block_size, with_plain_specs, with_state_specs
 from vllm_tgvkv.cache.pages import FP8, PagePool, page_pool
+from vllm_tgvkv.config.digest import digest, settings_of_worker
 from vllm_tgvkv.config.server import config_of
 from vllm_tgvkv.gates.tap import attach_taps
 from vllm_tgvkv.recall.tier import FileTier, MemoryTier, Tier
@@ -32,7 +34,7 @@ from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.worker.outcomes import Outcomes
-from vllm_tgvkv.worker.peers import check_world, digest, settings_of_worker
+from vllm_tgvkv.worker.peers import check_world
 from vllm_tgvkv.worker.ranks import tensor_ranks
 from vllm_tgvkv.worker.recaller import Recaller
 from vllm_tgvkv.worker.stages import pipeline_stages
@@ -143,6 +145,8 @@ class EvictingWorker:
             owner = layer.kv_sharing_target_layer_name or layer.layer_name
             layer.impl.bind(indices[owner], pool, self._evictor.context.gate_outputs)
         builder.bind(self._evictor, self.rows)
+        if has_kv_transfer_group():
+            get_kv_transfer_group().receiving = self._evictor.arrivals
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
 
@@ -182,6 +186,7 @@ class EvictingWorker:
         self._shrunk = plan.evictions
         self._counters = plan.counters or self._counters
         self.evictor.begin_step(plan)
+        self.rows.answers = plan.answers
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
         return super().execute_model(scheduler_output)  # type: ignore[misc]

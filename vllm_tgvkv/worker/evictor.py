@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from vllm_tgvkv.cache.header import Headers
 from vllm_tgvkv.cache.pages import PagePool
 from vllm_tgvkv.cache.queries import DecodeQueries, QueryPool, StoredQueries
 from vllm_tgvkv.cache.regions import Regions
@@ -32,6 +33,7 @@ from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, StepPlan
 from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Traces
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
+from vllm_tgvkv.worker.arrivals import Arrivals
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision
 from vllm_tgvkv.worker.due import DueEviction
@@ -83,7 +85,9 @@ class Evictor:
         if config.gates is not None:
             gate_outputs = GateOutputs(num_blocks, shape, device)
         self.context = ObserverContext(pool, queries, self.regions, ranks, stages, gate_outputs)
-        self._writer = RegionWriter(self.context, self.summaries)
+        headers = Headers(pool, self.regions)
+        self._writer = RegionWriter(self.context, self.summaries, headers)
+        self.arrivals = Arrivals(headers)
         self.recaller = recaller(self.context) if recaller is not None else None
         self.observations: dict[str, PromptObservation] = {}
         """Prompts that are observed and not evicted yet, by request id."""
@@ -108,6 +112,8 @@ class Evictor:
         self.plan = plan
         self._current, self._stored = [], None
         self.context.scratch = Scratch()  # frees the last step's buffers
+        # A region that has just arrived may be released at once.
+        self.arrivals.begin_step(plan.arriving, plan.arrived, plan.forgotten)
         self.regions.release(plan.released)
         self.summaries.release(plan.released)
         if self.recaller is not None:

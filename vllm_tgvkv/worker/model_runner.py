@@ -11,6 +11,7 @@ from vllm_tgvkv.shared.plan import Eviction, Restored
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
 
@@ -20,6 +21,15 @@ class RowsV1:
     def __init__(self, runner: GPUModelRunnerV1, group: int) -> None:
         """`group` is the index of the evicted layers among vLLM's KV cache groups."""
         self._runner, self._group = runner, group
+        self.answers: dict[str, list[int]] = {}
+        """The answers so far of new requests, if another server began them."""
+        self._add_request = runner.input_batch.add_request
+        # Else the runner takes a new request for one without an answer; V2 is told.
+        runner.input_batch.add_request = self._add_with_answer
+
+    def _add_with_answer(self, state: CachedRequestState) -> int:
+        state.output_token_ids.extend(self.answers.pop(state.req_id, ()))
+        return self._add_request(state)
 
     def find_row(self, request_id: str) -> int | None:
         return self._runner.input_batch.req_id_to_index.get(request_id)
@@ -55,6 +65,7 @@ class RowsV2:
     def __init__(self, runner: GPUModelRunnerV2, group: int) -> None:
         """`group` is the index of the evicted layers among vLLM's KV cache groups."""
         self._runner, self._group = runner, group
+        self.answers: dict[str, list[int]] = {}
 
     def find_row(self, request_id: str) -> int | None:
         index = self._runner.req_states.req_id_to_index.get(request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_tgvkv.cache.header import Headers
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
@@ -17,9 +18,12 @@ from vllm_tgvkv.worker.due import DueEviction
 class RegionWriter:
     """Writes regions of one worker's layers and heads, all of them at once."""
 
-    def __init__(self, context: ObserverContext, summaries: SummaryBlocks) -> None:
+    def __init__(
+        self, context: ObserverContext, summaries: SummaryBlocks, headers: Headers
+    ) -> None:
         self._context = context
         self._summaries = summaries
+        self._headers = headers
 
     def copy(self, due: DueEviction, decision: Decision) -> torch.Tensor:
         """Copy the kept tokens to fresh blocks, with what later cuts need of them.
@@ -66,6 +70,9 @@ class RegionWriter:
             eviction.request_id, first_block, num_token_blocks, eviction.num_replaced, offsets
         )
         self._summaries.add(first_block, num_token_blocks, len(due.summary_kinds))
+        if (header := eviction.header) is not None:
+            blocks = eviction.new_blocks[:num_token_blocks].tolist()
+            self._headers.write(header.blocks, header.nonce, blocks, eviction.num_replaced)
 
     def store_failed(self, due: DueEviction) -> None:
         """Store a region of valid shape for an eviction that failed.

@@ -13,7 +13,15 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.shared.counters import SKIP_REASONS
-from vllm_tgvkv.shared.metrics import LAYERS, METRICS, STATES, TIER_FAULTS, Metric, take_metrics
+from vllm_tgvkv.shared.metrics import (
+    HANDOVERS,
+    LAYERS,
+    METRICS,
+    STATES,
+    TIER_FAULTS,
+    Metric,
+    take_metrics,
+)
 from vllm_tgvkv.shared.report import CutCause
 
 
@@ -76,6 +84,8 @@ class EvictionPrometheusStatLogger(PrometheusStatLogger):
             "layers": LAYERS,
             "state": STATES,
             "fault": TIER_FAULTS,
+            "outcome": HANDOVERS,
+            "cache": ("sent", "whole"),
             "cause": get_args(CutCause),
         }
         for engine in self.per_engine_labelvalues.values():

@@ -46,6 +46,8 @@ $(STAMP): pyproject.toml $(wildcard tools/cpu/*)
 		{ echo "If torch's CPU build was not found: set PIP_EXTRA_INDEX_URL to an index with it."; \
 		  exit 1; }
 	$(BIN)/pip install --quiet -c tools/cpu/constraints.txt -e '.[dev]'
+	# Of NIXL what a CPU needs: the package asks for builds for CUDA 12 and 13.
+	$(BIN)/pip install --quiet --no-deps -c tools/cpu/constraints.txt nixl nixl-cu12
 	rm -rf tools/cpu/build tools/cpu/vllm.egg-info
 	touch $@
 

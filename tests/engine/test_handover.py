@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.handing import ASKED, Remote, Served, engine_process
 from tests.engine.questions import DEBUG, album
-from tests.engine.running import Ask
+from tests.engine.running import Ask, engine
 
 pytest.importorskip("nixl", reason="NIXL is not installed: make setup")
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -76,3 +77,30 @@ def test_answers_are_of_one_engine(tiny_model: Callable[..., Path], kind: str) -
                     assert report[name] == expected[name]
         assert prefill.counters()["handovers"] == {"sent": 12}
         assert decode.counters()["handovers"] == {"received": 12}
+
+
+def test_prompts_in_a_store_are_cut_like_computed_ones(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A hit ends where rows vote, of a method that waits for answers with the prompt.
+
+    vLLM's example of a store has whole blocks of prompts in files, and reads them within a step.
+    """
+    folder = tiny_model("llava", image_size=112)
+    store = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    options = {"kv_transfer_config": store, "disable_hybrid_kv_cache_manager": True}
+    with engine(folder, SETTINGS, **options) as running:
+        for seed, (method, least) in enumerate({"reach": 1.0, "tgv": 0.5, "h2o": 0.0}.items()):
+            ask = album(10 + seed, 200, 170, max_tokens=40, xargs=xargs(method))
+            (computed,) = running.run([ask])
+            (found,) = running.run([ask])
+            assert found.outputs[0].token_ids == computed.outputs[0].token_ids
+            (one,), (other,) = (running.kept_after_cuts(x.request_id) for x in (computed, found))
+            assert torch.equal(one, other)
+            whole = (len(computed.prompt_token_ids) - 1) // 32 * 32
+            assert computed.num_cached_tokens == 0
+            assert least * whole <= found.num_cached_tokens <= whole * (least > 0)

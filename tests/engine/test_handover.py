@@ -22,7 +22,7 @@ pytest.importorskip("nixl", reason="NIXL is not installed: make setup")
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 METHODS = ("reach", "tgv", "h2o", "reach", "snapkv", "adakv")
-SETTINGS = {"policy": "reach", "when": "always", "budget": 0.2, "debug": DEBUG}
+SETTINGS = {"policy": "reach", "when": "always", "debug": DEBUG}
 OPTIONS = {
     "max_num_batched_tokens": 128,
     "enable_prefix_caching": True,
@@ -49,34 +49,43 @@ def pass_on(prefill: Remote, decode: Remote, given: list[Ask], **sampling: Any) 
     return decode.run(given, [each.parameters for each in first], **sampling)
 
 
+SCHEDULE = {"decode": {"schedule": [[WAIT, 0.4], [15, 0.2], [30, 0.1]]}}
+CEILING = {"decode": {"max_tokens": 96}, "defer": WAIT}
+PRESSURE = {"when": "pressure", "handover": "cut"}
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "settings"),
     [
-        "cpu",
-        "ahead",
-        pytest.param("v2", marks=pytest.mark.nightly),
-        pytest.param("ranks", marks=pytest.mark.nightly),
+        ("ahead", {"budget": 0.2}),
+        ("cpu", SCHEDULE),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("v2", SCHEDULE), ("ranks", {"budget": 0.2}), ("ahead", CEILING))
+        ),
     ],
 )
-def test_answers_are_of_one_engine(tiny_model: Callable[..., Path], kind: str) -> None:
+def test_answers_are_of_one_engine(
+    tiny_model: Callable[..., Path], kind: str, settings: dict[str, Any]
+) -> None:
+    """The second engine makes the later cuts, out of what the first one has left."""
     folder = tiny_model("llava", image_size=112)
-    given = asks()
+    given, settings = asks(), {**SETTINGS, **settings}
     with (
-        engine_process(folder, SETTINGS, kind, **OPTIONS) as prefill,
-        engine_process(folder, SETTINGS, kind, **OPTIONS) as decode,
+        engine_process(folder, settings, kind, **OPTIONS) as prefill,
+        engine_process(folder, settings, kind, **OPTIONS) as decode,
     ):
         alone = [prefill.run([ask], [None])[0] for ask in given]
         for _ in range(2):  # the second time with hits of the prefix cache
             apart = pass_on(prefill, decode, given)
             for one, other in zip(alone, apart, strict=True):
                 assert one.tokens == other.tokens
-                assert len(other.first) == 1 + other.parameters["kv_eviction"]["defer"]
-                same = ("kept_tokens", "blocks_after", "kept_vision_tokens")
-                for name in same:
-                    report, expected = (x.parameters["kv_eviction"] for x in (other, one))
-                    assert report[name] == expected[name]
-        assert prefill.counters()["handovers"] == {"sent": 12}
-        assert decode.counters()["handovers"] == {"received": 12}
+                report, expected = (x.parameters["kv_eviction"] for x in (other, one))
+                assert len(other.first) == 1 + report["defer"]
+                for name in ("kept_tokens", "blocks_after", "kept_vision_tokens", "cuts"):
+                    assert report[name] == expected[name], name
+        assert prefill.counters()["handovers"] == {"sent": 2 * len(given)}
+        assert decode.counters()["handovers"] == {"received": 2 * len(given)}
 
 
 def test_prompts_in_a_store_are_cut_like_computed_ones(

@@ -170,7 +170,10 @@ def _run(
     finished: dict[str, Any] = {}
     deadline = time.monotonic() + SECONDS / 2
     while len(finished) < len(names):
-        states = [f"{r.request_id} {r.num_computed_tokens} of {r.num_tokens} {r.status.name}" for r in running.scheduler.requests.values()]
+        states = [
+            (r.request_id, r.num_computed_tokens, r.num_tokens, r.status)
+            for r in running.scheduler.requests.values()
+        ]
         assert time.monotonic() < deadline, states
         for output in running.engine.step():
             first.setdefault(output.request_id, list(output.outputs[0].token_ids))

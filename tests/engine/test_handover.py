@@ -8,6 +8,7 @@ together in pools that are too small for all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,37 @@ def test_prompts_in_a_store_are_cut_like_computed_ones(
             whole = (len(computed.prompt_token_ids) - 1) // 32 * 32
             assert computed.num_cached_tokens == 0
             assert least * whole <= found.num_cached_tokens <= whole * (least > 0)
+
+
+def test_a_store_that_copies_late_has_whole_prompts(tiny_model: Callable[..., Path]) -> None:
+    """Cuts give blocks back that wait to be copied; other requests take them in the next step.
+
+    No block of an answer is found that was computed over an evicted cache.
+    """
+    folder = tiny_model("llava", image_size=112)
+    extra = {"spec_name": "LazySpec", "spec_module_path": "tests.engine.lazy_store"}
+    store = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {**extra, "cpu_bytes_to_use": 1 << 26},
+    }
+    methods = ("reach", "tgv", "reach", "snapkv")
+    given = [album(20 + i, 120, 300, max_tokens=60, xargs=xargs(m)) for i, m in enumerate(methods)]
+    settings = {**SETTINGS, "debug": {"record_kept": True, "check_integrity": True}}
+    options = {**OPTIONS, "num_gpu_blocks_override": 34, "max_num_batched_tokens": 512}
+    with engine(folder, settings, **options) as running:
+        expected = [running.run([ask])[0] for ask in given]
+        kept = [running.kept_after_cuts(output.request_id) for output in expected]
+    with engine(folder, settings, kv_transfer_config=store, **options) as running:
+        for turn in range(3):
+            for number, found in enumerate(running.run(given)):
+                assert found.outputs[0].token_ids == expected[number].outputs[0].token_ids
+                (one,), (other,) = running.kept_after_cuts(found.request_id), kept[number]
+                assert torch.equal(one, other)
+                assert (found.num_cached_tokens > 0) == (turn > 0)
+            running.scheduler.reset_prefix_cache()
+        follow_up = given[0].text + running.llm.get_tokenizer().decode(
+            expected[0].outputs[0].token_ids
+        )
+        (found,) = running.run([replace(given[0], text=follow_up)])
+        assert found.num_cached_tokens <= len(expected[0].prompt_token_ids)

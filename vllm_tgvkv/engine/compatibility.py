@@ -361,9 +361,9 @@ def _connector_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tupl
     )
     return (
         (
-            # Others copy a prompt's blocks to their store after the step, when they are reused.
+            # Stores copy blocks after their step, and each learns in its own way of reused ones.
             name not in CONNECTORS,
-            what if vllm_config.cache_config.kv_offloading_size is None else "--kv-offloading-size",
+            what,
             f"use one of {', '.join(CONNECTORS)}",
         ),
         *((is_refused, f"{what} {where}", remove) for is_refused, where in cases),

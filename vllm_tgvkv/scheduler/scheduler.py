@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -31,6 +31,7 @@ from vllm_tgvkv.scheduler.pressure import Pressure
 from vllm_tgvkv.scheduler.query_rows import QueryRows
 from vllm_tgvkv.scheduler.recalls import Recalls
 from vllm_tgvkv.scheduler.records import Records
+from vllm_tgvkv.scheduler.stores import Stores
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.shared.plan import (
@@ -44,6 +45,12 @@ from vllm_tgvkv.shared.plan import (
     outcomes_of,
 )
 from vllm_tgvkv.shared.vllm_versions import end_with_error
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+    )
 
 logger = init_logger("vllm.tgvkv")
 
@@ -107,6 +114,7 @@ class EvictionScheduler(Scheduler):
         self.records = Records(self.manager, block_bytes, self.log_stats)
         self._defaults = Defaults(config)
         self.handovers: Handovers | None = None
+        self._stores = Stores()
         if self.connector is not None:
             self.handovers = Handovers(self, self._candidate)
             self.connector.scheduling = self.handovers
@@ -326,7 +334,10 @@ class EvictionScheduler(Scheduler):
         self.records.give_back(candidate, manager.swap(request_id))
         row_blocks, stored = manager.block_ids(request_id), self.query_rows.of(request_id)
         tier_blocks = self._keep_for_recall(request_id, candidate, cut) if is_whole else None
-        header = self.handovers.header_of(request_id) if self.handovers else None
+        header = None
+        if self.handovers is not None:
+            header = self.handovers.header_of(request_id)
+            self._stores.cut(request)
         more = stored, is_whole, tier_blocks, header
         eviction = candidate.eviction(request_id, cut, old_blocks, row_blocks, *more)
         # Free from now on: the rows are read in this step, and written by later ones.
@@ -438,6 +449,7 @@ class EvictionScheduler(Scheduler):
             self.query_rows.give_back([request.request_id])
             self.pressure.undo(request.request_id)
             self.recalls.end(request.request_id)
+            self._stores.undo(request)
             candidate.restart()
             self.manager.expect(request, candidate.cut)
             candidate.num_stale = candidate.num_pending
@@ -460,6 +472,7 @@ class EvictionScheduler(Scheduler):
                 self.manager.forget(request.request_id)
         if self.handovers is not None:
             self.handovers.forget(request.request_id)
+            self._stores.forget(request.request_id)
         if report := self.records.close_report(request.request_id):
             kv_params = {**(kv_params or {}), CONFIG_KEY: report}
         return kv_params, ec_params
@@ -484,6 +497,11 @@ class EvictionScheduler(Scheduler):
             self.deferred_frees.append((self.sched_step_seq + ahead, list(blocks)))
         else:
             self._read += blocks
+
+    def _build_kv_connector_meta(
+        self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
+        return super()._build_kv_connector_meta(connector, self._stores.told(scheduler_output))
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         is_failed = request.request_id in self.failed_recving_kv_req_ids

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MODULE = __name__
 """What `kv_connector_module_path` is set to."""
 
-CONNECTORS = ("NixlConnector", "NixlPullConnector", "ExampleConnector")
+CONNECTORS = ("NixlConnector", "NixlPullConnector", "OffloadingConnector", "ExampleConnector")
 """Connectors that are known to work with eviction."""
 
 LAYOUT = "BLHNC"

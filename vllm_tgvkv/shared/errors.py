@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _MAX_QUOTED = 200
+"""Characters of a wrong value in a message."""
 
 _ALIKE = "start every node with the same flags and packages"
 
 SILENT_NODE = "runs without the flag, without vllm-tgvkv, or with another release of it; " + _ALIKE
 """The end of a message about a node that does not say how it evicts."""
-"""Characters of a wrong value in a message."""
 
 
 class EvictionConfigError(ValueError):

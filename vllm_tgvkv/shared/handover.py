@@ -134,9 +134,11 @@ def _check_counts(values: Any, least: int, most: int) -> None:
 
 
 def digest_of(request: Request) -> str:
-    """Return a text that two requests share if they have the same prompt, images included."""
+    """Return a text that two requests share if they have the same prompt, images and adapter."""
     tokens = np.asarray(request.prompt_token_ids, dtype=np.int64)
     digest = hashlib.sha256(tokens.tobytes())
+    if request.lora_request is not None:
+        digest.update(f"{request.lora_request.lora_name};".encode())
     for feature in request.mm_features:
         place = feature.mm_position
         digest.update(f"{feature.identifier} {place.offset} {place.length};".encode())

@@ -63,6 +63,7 @@ class GridEngine(PipelineEngine):
         return [torch.cat(parts[first : first + 2], dim=1) for first in (0, 2)]
 
 
+@pytest.mark.nightly
 def test_ranks_in_stages(tiny_model: Callable[..., Path]) -> None:
     """Each stage keeps what one worker would; a failure on one rank of one stage is one of all."""
     folder = tiny_model("llava", image_size=112, layers=sum(STAGES))

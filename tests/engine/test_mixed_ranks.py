@@ -61,6 +61,7 @@ def test_windows(tiny_model: Callable[..., Path]) -> None:
         windows.test_waits_preemptions_and_aborts(served)
 
 
+@pytest.mark.nightly
 def test_states(tiny_model: Callable[..., Path]) -> None:
     """Each rank has half of a state and one of the two heads, so blocks are as long as on one."""
     folder = tiny_model("qwen3_5", layers=8)

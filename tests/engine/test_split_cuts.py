@@ -80,10 +80,10 @@ SPLITS = {
     ("backend", "name", "kind"),
     [
         ("flash", "ranks", "schedule"),
-        ("flash", "stages", "ceiling"),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
+                ("flash", "stages", "ceiling"),
                 *(("cpu", name, "schedule") for name in ("ranks", "stages")),
                 *(("cpu", name, "ceiling") for name in SPLITS),
                 ("flash", "grid", "ceiling"),

@@ -64,7 +64,7 @@ MEASURES = {
     "ranks": "r",
 }
 """Letters of what each part measures; of the others it is j."""
-LONG = ("steps", "ranks")
+LONG = ("costs", "cuts", "gain", "ranks", "recall", "steps")
 """Parts whose smoke run takes long; others start engines in the same way."""
 
 

@@ -56,6 +56,7 @@ def test_every_architecture_has_one_row_and_the_tested_ones_are_served() -> None
     assert all(reason for _, reason in unknown)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="the page is of the build for CPU")
 def test_the_page_is_of_the_installed_vllm() -> None:

@@ -470,7 +470,7 @@ def test_compose_hands_over(serve_parser: FlexibleArgumentParser) -> None:
 
 @pytest.mark.slow
 def test_a_router_copies_what_servers_tell_each_other(tmp_path: Path) -> None:
-    """The whole of `kv_transfer_params` and of the request, with a key of its own: it asks clients for none."""
+    """`kv_transfer_params` and the request, whole, with its own key: it asks clients for none."""
     pytest.importorskip("vllm_router", reason="vllm-router is not installed")
     told = {"kv_eviction_handover": {"nonce": [1, -2]}, "kv_eviction": {"cuts": []}, "tp_size": 1}
     got: list[tuple[dict[str, Any], str | None]] = []

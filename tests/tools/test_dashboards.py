@@ -31,7 +31,7 @@ from tests.tools.prometheus import Prometheus, running_prometheus
 from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.server.prometheus import EvictionPrometheusStatLogger
 from vllm_tgvkv.shared.counters import SKIP_REASONS
-from vllm_tgvkv.shared.metrics import LAYERS, METRICS, STATES, MetricsBuffer
+from vllm_tgvkv.shared.metrics import HANDOVERS, LAYERS, METRICS, STATES, MetricsBuffer
 
 pytestmark = pytest.mark.apparatus
 
@@ -53,6 +53,8 @@ LABELS = {
     "state": STATES,
     "cause": ("first", "later", "pressure"),
     "fault": ("full", "failed"),
+    "outcome": HANDOVERS,
+    "cache": ("sent", "whole"),
 }
 VARIABLES = {
     "__rate_interval": "1m",

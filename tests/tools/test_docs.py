@@ -30,6 +30,7 @@ from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, gain
 from vllm_tgvkv.policies.head_scores import write
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError
+from vllm_tgvkv.shared.handover import KEY
 from vllm_tgvkv.shared.metrics import METRICS
 
 pytestmark = pytest.mark.apparatus
@@ -179,7 +180,7 @@ def wrong_names(page: Path, text: str) -> Iterator[str]:
     keys = re.findall(r"(?<![\w:/])kv_eviction_?\w*(?![\w.]*::|\.py)", text)
     metrics = re.findall(r"vllm:kv_eviction_(\w+)", text)
     yield from set(re.findall(r"--kv-eviction[\w-]*", text)) - KNOWN_FLAGS
-    yield from set(keys) - {*REQUEST_KEYS, "kv_eviction_stats"}
+    yield from set(keys) - {*REQUEST_KEYS, KEY, "kv_eviction_stats"}
     yield from {re.sub(r"_(bucket|sum|count)$", "", name) for name in metrics} - KNOWN_METRICS
     for version in re.findall(r"Python (3\.\d+(?: to 3\.\d+)?)(?! \()", FENCED.sub("", text)):
         if version != "3.11 to 3.14":  # what `test_one_range_of_python_versions` finds everywhere

@@ -77,7 +77,7 @@ OTHERS = frozenset(
         Prometheus and torch: children define elapsed_time inc load modules overloadpacket
         named_parameters parameters register_forward_pre_hook synchronize wait
         safetensors: get_tensor
-        Python: __func__ add_argument add_argument_group api_key cache_clear dest metadata
+        Python: __func__ add_argument add_argument_group api_key cache_clear dest hexdigest metadata
         parse_args strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping
         image_grid_pinpoints image_size layer_types layers_block_type model_type
@@ -116,9 +116,19 @@ def definition(owner: str, name: str, sources: Sources = BOTH) -> tuple[str, int
 DEFINITIONS = {definition(row.owner, row.name) for row in LISTED} - {None}
 
 
+RUN_TIME_BASES = {
+    "vllm_tgvkv.shared.connector.EvictingConnector": "vllm.distributed.kv_transfer.kv_connector"
+    ".v1.nixl.connector.NixlPullConnector"
+}
+"""A mixin of ours, and a class of vLLM in front of which it stands at run time."""
+
+
 def lineage(owner: str, sources: Sources = BOTH) -> list[str]:
     """Return a class and all of its bases, ours and vLLM's, nearest first."""
-    bases = (one for base in sources.bases(owner) for one in lineage(base, sources))
+    found = sources.bases(owner)
+    if owner in RUN_TIME_BASES:
+        found = [RUN_TIME_BASES[owner], *found]
+    bases = (one for base in found for one in lineage(base, sources))
     return list(dict.fromkeys([owner, *bases]))
 
 

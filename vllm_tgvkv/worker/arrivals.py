@@ -12,7 +12,7 @@ from vllm_tgvkv.cache.header import Headers
 from vllm_tgvkv.shared.plan import Arrival
 
 if TYPE_CHECKING:
-    from vllm.v1.outputs import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 logger = init_logger("vllm.tgvkv")
 

@@ -1,10 +1,12 @@
 {{- /*
 Template of a pod: a list of the chart's scope and "server", or "worker" for a pod of a group that
-computes and does not serve.
+computes and does not serve; and, with `handover`, "prefill" or "decode".
 */ -}}
 {{- define "vllm-tgvkv.pod" -}}
-{{- $role := last . -}}
+{{- $role := index . 1 -}}
 {{- $scope := first . -}}
+{{- $side := "" -}}
+{{- if gt (len .) 2 }}{{ $side = last . }}{{ end -}}
 {{- with $scope -}}
 {{- $gpus := dict .Values.gpuResource (include "vllm-tgvkv.gpus" . | int) -}}
 {{- $isServer := eq $role "server" -}}
@@ -16,6 +18,9 @@ metadata:
     {{- end }}
     {{- include "vllm-tgvkv.labels" . | nindent 4 }}
     app.kubernetes.io/component: {{ $role }}
+    {{- with $side }}
+    vllm-tgvkv/handover: {{ . }}
+    {{- end }}
   annotations:
     # Pods are replaced when their configuration changes.
     checksum/config: {{ .Values.server.configYaml | sha256sum }}
@@ -70,6 +75,13 @@ spec:
         {{- else }}
         - --headless
         {{- end }}
+        {{- if $side }}
+        {{- $transfer := dict "kv_connector" "NixlConnector" "kv_role" (get .Values.handover $side).role }}
+        {{- $_ := set $transfer "kv_connector_extra_config" (dict "kv_lease_duration" (int .Values.handover.leaseSeconds)) }}
+        {{- /* Of prompts that travel whole; cut ones are always computed again. */}}
+        {{- $_ := set $transfer "kv_load_failure_policy" "recompute" }}
+        - {{ printf "--kv-transfer-config=%s" (toJson $transfer) | quote }}
+        {{- end }}
         {{- range .Values.server.extraArgs }}
         - {{ . | quote }}
         {{- end }}
@@ -84,6 +96,15 @@ spec:
           valueFrom:
             fieldRef:
               fieldPath: status.podIP
+        {{- end }}
+        {{- if $side }}
+        # Bound to, so no name.
+        - name: VLLM_NIXL_SIDE_CHANNEL_HOST
+          valueFrom:
+            fieldRef:
+              fieldPath: status.podIP
+        - name: VLLM_NIXL_SIDE_CHANNEL_PORT
+          value: {{ .Values.handover.sideChannelPort | quote }}
         {{- end }}
         {{- with .Values.apiKey }}
         {{- if and .secretName $isServer }}

@@ -8,7 +8,6 @@ together in pools that are too small for all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from tests.engine.handing import ASKED, Remote, Served, engine_process
 from tests.engine.questions import DEBUG, album
 from tests.engine.running import Ask, engine
+from tests.models import random_text
 
 pytest.importorskip("nixl", reason="NIXL is not installed: make setup")
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -130,7 +130,8 @@ def test_a_store_that_copies_late_has_whole_prompts(tiny_model: Callable[..., Pa
     }
     methods = ("reach", "tgv", "reach", "snapkv")
     given = [album(20 + i, 120, 300, max_tokens=60, xargs=xargs(m)) for i, m in enumerate(methods)]
-    settings = {**SETTINGS, "debug": {"record_kept": True, "check_integrity": True}}
+    debug = {"record_kept": True, "check_integrity": True}
+    settings = {**SETTINGS, "text_only": "evict", "debug": debug}
     options = {**OPTIONS, "num_gpu_blocks_override": 34, "max_num_batched_tokens": 512}
     with engine(folder, settings, **options) as running:
         expected = [running.run([ask])[0] for ask in given]
@@ -143,8 +144,10 @@ def test_a_store_that_copies_late_has_whole_prompts(tiny_model: Callable[..., Pa
                 assert torch.equal(one, other)
                 assert (found.num_cached_tokens > 0) == (turn > 0)
             running.scheduler.reset_prefix_cache()
-        follow_up = given[0].text + running.llm.get_tokenizer().decode(
-            expected[0].outputs[0].token_ids
-        )
-        (found,) = running.run([replace(given[0], text=follow_up)])
-        assert found.num_cached_tokens <= len(expected[0].prompt_token_ids)
+        ask = Ask(random_text(99, 300), max_tokens=60, xargs=xargs("reach"))
+        (output,) = running.run([ask])
+        assert running.kept_after_cuts(output.request_id)
+        running.scheduler.reset_prefix_cache()
+        both = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        (found,) = running.llm.generate([{"prompt_token_ids": both}], ask.sampling())
+        assert 0 < found.num_cached_tokens <= len(output.prompt_token_ids) + WAIT

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,6 +19,7 @@ import httpx
 import pytest
 
 from measure.serving import free_port
+from tests.inputs import new_rng
 from tests.server.serving import ChatServer, eventually, messages, serve
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -25,6 +29,9 @@ pytest.importorskip("nixl", reason="pip install --no-deps nixl nixl-cu12")
 SECONDS = 240
 TOKENS = 24
 LEASE_SECONDS = 15
+NUM_REQUESTS, NUM_LIVES = 500, 5
+"""Of the load, and of the server that computes its prompts."""
+
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 KEY = "kv_eviction_handover"
 ASKED = {
@@ -405,3 +412,119 @@ def test_blocks_that_were_given_to_others(pair: tuple[ChatServer, ChatServer]) -
             for seed in range(30, 42):
                 post(prefill, body_of(seed, 700, max_tokens=1))
     check_empty(*pair)
+
+
+@pytest.mark.nightly
+def test_a_server_that_dies(
+    folder: Path, pair: tuple[ChatServer, ChatServer], tmp_path: Path
+) -> None:
+    """Where a prompt was computed: before it is read, and with another server in its place. Where
+    it is decoded: the blocks go back once their lease is over."""
+    decode, port = pair[1], free_port()
+    bodies = [body_of(number) for number in (50, 51, 52)]
+    alone = [told(post(decode, body)) for body in bodies]
+    with server(folder, tmp_path / "first.log", port=port) as prefill:
+        # One that both know each other from, and one that is left.
+        assert told(handed_over(prefill, decode, bodies[0])) == alone[0]
+        found = [computed(prefill, body) for body in bodies]
+        kill(prefill)
+        with counting(decode, failed=1):
+            answer = post(decode, {**bodies[1], "kv_transfer_params": found[1]})
+            assert told(answer) == alone[1]
+    with server(folder, tmp_path / "second.log", port=port) as prefill:
+        with counting(decode, failed=2, received=2):
+            for body, parameters, expected in zip(bodies, found, alone, strict=True):
+                if body is not bodies[1]:
+                    answer = post(decode, {**body, "kv_transfer_params": parameters})
+                    assert told(answer) == expected
+                    assert told(handed_over(prefill, decode, body)) == expected
+        assert computed(prefill, bodies[0]) is not None
+        check_empty(prefill, decode)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("config", "budget", "flags"),
+    [
+        (CONFIG, "0.2", []),
+        (CONFIG, "0.1", ["--block-size", "64"]),
+        (None, "0.1", []),
+    ],
+    ids=["budget", "block size", "stock"],
+)
+def test_a_server_that_differs(
+    folder: Path,
+    pair: tuple[ChatServer, ChatServer],
+    tmp_path: Path,
+    config: Any,
+    budget: str,
+    flags: list[str],
+) -> None:
+    """It computes the prompt itself, and what it reads nothing of is given back."""
+    body = body_of(60, xargs={"kv_eviction_report": 1} if config else {})
+    with server(folder, tmp_path / "log", config, flags, budget=budget) as decode:
+        alone = told(post(decode, body))
+        with counting(decode, **{"refused": 1} if config else {}):
+            assert told(handed_over(pair[0], decode, body)) == alone
+        check_empty(pair[0], decode)
+
+
+@pytest.mark.nightly
+def test_a_small_pool(folder: Path, pair: tuple[ChatServer, ChatServer], tmp_path: Path) -> None:
+    """Requests whose prompts came from another server are preempted, and computed again."""
+    bodies = [body_of(number, max_tokens=250) for number in range(70, 74)]
+    with server(folder, tmp_path / "log", flags=["--num-gpu-blocks-override", "32"]) as decode:
+        alone = [post(decode, body)["choices"] for body in bodies]
+        with counting(decode, received=len(bodies)), ThreadPoolExecutor(len(bodies)) as pool:
+            apart = pool.map(lambda body: handed_over(pair[0], decode, body)["choices"], bodies)
+            assert list(apart) == alone
+        (preemptions,) = decode.samples("vllm:num_preemptions_total")
+        assert preemptions.value > 0
+        check_empty(pair[0], decode)
+
+
+def kill(server: ChatServer) -> None:
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.nightly
+def test_load_with_random_kills(
+    folder: Path, pair: tuple[ChatServer, ChatServer], tmp_path: Path
+) -> None:
+    """A router's clients do not notice that prompts are computed by a server that is killed."""
+    decode, port, rng = pair[1], free_port(), new_rng()
+    lengths = rng.integers(100, 700, 20)
+    bodies = [
+        body_of(100 + number, int(length), max_tokens=int(rng.integers(1, 40)))
+        for number, length in enumerate(lengths)
+    ]
+    alone = [told(post(decode, body))["choices"] for body in bodies]
+    num_wrong, num_local, before, begin = 0, 0, outcomes(decode), time.monotonic()
+
+    def ask(prefill: ChatServer, index: int) -> bool:
+        nonlocal num_local
+        try:
+            found = computed(prefill, bodies[index])
+        except httpx.TransportError:  # a router would go on without it, too
+            found = None
+            num_local += 1
+        answer = post(decode, {**bodies[index], "kv_transfer_params": found})
+        return told(answer)["choices"] == alone[index]
+
+    for life in range(NUM_LIVES):
+        log = tmp_path / f"{life}.log"
+        with server(folder, log, flags=CHUNKS, port=port) as prefill, ThreadPoolExecutor(8) as pool:
+            chosen = rng.integers(len(bodies), size=NUM_REQUESTS // NUM_LIVES)
+            asked = [pool.submit(ask, prefill, index) for index in chosen]
+            asked[rng.integers(len(asked) // 2, len(asked))].result()
+            kill(prefill)
+            num_wrong += sum(not each.result() for each in asked)
+    after = outcomes(decode)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    seconds = time.monotonic() - begin
+    print(f"{NUM_REQUESTS} requests, {NUM_LIVES} kills, {seconds:.0f} s with starts, {num_wrong} ")
+    print(f"wrong answers, prompts handed over {grown}, not handed over {num_local}")
+    assert num_wrong == 0
+    assert grown["received"] > NUM_REQUESTS / 4
+    check_empty(decode)

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from tests.inputs import assert_says, write_gates
+from vllm_tgvkv.config import digest
 from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.policies.head_scores import write
 from vllm_tgvkv.shared.errors import EvictionConfigError
@@ -108,7 +109,7 @@ def config(block_size: int = 32, **eviction: Any) -> Any:
 
 def test_settings_are_named_as_users_write_them() -> None:
     decode = {"schedule": [[8, 0.3], [32, 0.1]]}
-    found = peers.settings_of_worker(
+    found = digest.settings_of_worker(
         config(policy="mine", methods={"mine": {"base": "snapkv"}}, decode=decode, sinks=7)
     )
     wanted = {
@@ -124,8 +125,8 @@ def test_settings_are_named_as_users_write_them() -> None:
     assert wanted.items() <= found.items()
     assert "0.1" in found["kv_eviction.decode.schedule"]
     assert {"vLLM", "vllm-tgvkv"} < found.keys()
-    assert peers.digest(found) == peers.digest(dict(reversed(found.items())))
-    assert peers.digest(found) != peers.digest({**found, "kv_eviction.sinks": "4"})
+    assert digest.digest(found) == digest.digest(dict(reversed(found.items())))
+    assert digest.digest(found) != digest.digest({**found, "kv_eviction.sinks": "4"})
 
 
 @pytest.mark.parametrize(
@@ -141,8 +142,8 @@ def test_settings_are_named_as_users_write_them() -> None:
 )
 def test_every_setting_counts(name: str, value: Any) -> None:
     same = {"policy": "reach", "when": "always"}
-    one = peers.settings_of_worker(config(**same))
-    other = peers.settings_of_worker(config(**{**same, name: value}))
+    one = digest.settings_of_worker(config(**same))
+    other = digest.settings_of_worker(config(**{**same, name: value}))
     changed = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     assert changed
     assert all(name.replace("_", "-") in key or name in key for key in changed), changed
@@ -157,10 +158,10 @@ def test_files_count_by_their_content(tmp_path: Path) -> None:
         write_gates(folder, "rg", 2, 64, 2)
         scores = folder / "scores.json"
         write(scores, "tiny", 2, torch.rand(2, 4).tolist(), {})
-        of_gates = peers.settings_of_worker(config(policy="trimkv", gates=str(folder)))
-        of_scores = peers.settings_of_worker(
+        of_gates = digest.settings_of_worker(config(policy="trimkv", gates=str(folder)))
+        of_scores = digest.settings_of_worker(
             config(policy="sparsemm", head_scores=str(scores), defaults_file=f"{folder}/d.json")
         )
-        digests.append((peers.digest(of_gates), peers.digest(of_scores)))
+        digests.append((digest.digest(of_gates), digest.digest(of_scores)))
     assert digests[0] == digests[1]
     assert all(one != other for one, other in zip(digests[0], digests[2], strict=True))

@@ -421,11 +421,8 @@ class EvictingManager(FullAttentionManager):
 
     def num_held(self) -> int:
         """Return the number of blocks that compressed requests hold."""
-        return sum(
-            len(self.req_to_blocks[request_id]) - each.num_replaced + each.num_retained
-            for request_id, each in self.compressions.items()
-            if each.swapped
-        )
+        compressed = filter(self.is_compressed, self.compressions)
+        return sum(self.num_held_by(request_id) for request_id in compressed)
 
     def states(self) -> Counter[str]:
         """Return the number of requests in each of `STATES`."""
@@ -436,7 +433,9 @@ class EvictingManager(FullAttentionManager):
 
     def num_held_by(self, request_id: str) -> int:
         """Return the blocks of a request's row, null blocks not counted."""
-        return sum(not block.is_null for block in self.req_to_blocks[request_id])
+        compression = self.compressions.get(request_id)
+        num_null = compression.num_replaced - compression.num_retained if compression else 0
+        return len(self.req_to_blocks[request_id]) - num_null
 
     def block_ids(self, request_id: str, num_tokens: int | None = None) -> np.ndarray:
         """Return the block ids of a request's first tokens, of all by default, int32."""

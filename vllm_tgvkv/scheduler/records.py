@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -182,21 +183,27 @@ class Records:
         if report := self.reports.get(outcome.request_id):
             report.add_outcome(outcome)
 
-    def update(self, stats: SchedulerStats, is_idle: bool, num_tier_blocks: int) -> None:
+    def update(
+        self, stats: SchedulerStats, running: Sequence[Request], num_tier_blocks: int
+    ) -> None:
         """Add the metrics to vLLM's statistics; log the totals at vLLM's interval."""
         now = time.monotonic()
         if (metrics := self.counters.metrics) is not None:
             # An idle server makes no statistics: its last ones must say that nothing is held.
-            if now - self._last_gauges >= _GAUGE_SECONDS or is_idle:
+            if now - self._last_gauges >= _GAUGE_SECONDS or not running:
                 self._last_gauges = now
                 manager = self._manager
+                held = (manager.num_held_by(request.request_id) for request in running)
+                metrics.set("running_blocks", sum(held))
+                num_computed = (request.num_computed_tokens for request in running)
+                metrics.set("running_tokens", sum(num_computed))
                 names = filter(manager.is_compressed, manager.compressions)
                 metrics.set("tier_blocks_held", num_tier_blocks)
                 states = manager.states()
                 for state in STATES:
                     metrics.set("requests_by_state", states[state], state)
-                held = (manager.num_held(), *manager.others.held(names))
-                for layers, num_held in zip(LAYERS, held, strict=True):
+                by_layers = (manager.num_held(), *manager.others.held(names))
+                for layers, num_held in zip(LAYERS, by_layers, strict=True):
                     metrics.set("blocks_held", num_held, layers)
             metrics.move_to(stats.waiting_lora_adapters)
         if now - self._last_log >= envs.VLLM_LOG_STATS_INTERVAL:

@@ -511,7 +511,7 @@ class EvictionScheduler(Scheduler):
         """Return vLLM's statistics with the metrics."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            self.records.update(stats, not self.running, self.recalls.num_held)
+            self.records.update(stats, self.running, self.recalls.num_held)
         return stats
 
 

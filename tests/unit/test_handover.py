@@ -11,9 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scheduler.double import Job, Setup, make_scheduler
 from vllm_tgvkv.cache.header import Headers
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.handover import (
     Handover,
     HandoverError,
@@ -150,3 +152,43 @@ def test_offsets_that_arrive_stay_within_the_region(number: int) -> None:
     headers.read([7], "b", [4], 5)
     assert regions.offsets[4].ge(0).all()
     assert regions.offsets[4].le(shape.num_pairs).all()
+
+
+@given(
+    data=st.data(),
+    num_header=st.integers(1, 3),
+    num_free=st.integers(0, 40),
+    has_arrived=st.booleans(),
+)
+def test_the_blocks_of_a_prompt_that_comes(
+    data: Any, num_header: int, num_free: int, has_arrived: bool
+) -> None:
+    """Header, region and tail, if the pool has so many; all of them go back."""
+    size = 16
+    num_prompt, num_answer = data.draw(st.integers(size, 600)), data.draw(st.integers(1, 5))
+    num_replaced = num_prompt // size
+    num_retained = data.draw(st.integers(1, num_replaced))
+    at = num_prompt + num_answer - 1
+    num_tail = -(-at // size) - num_replaced
+    kv_cache = make_scheduler(Setup(num_blocks=num_free)).kv_cache_manager
+    (manager,) = kv_cache.coordinator.single_type_managers
+    request = Job("a", tuple(range(3, 3 + num_prompt))).request(size)
+    manager.expect_arrival(request, Cut(at, num_retained, num_replaced), num_header)
+    found = kv_cache.allocate_slots(
+        request, 0, num_external_computed_tokens=at, delay_cache_blocks=True
+    )
+    num_wanted = num_header + num_retained + num_tail
+    assert (found is None) == (num_wanted > num_free)
+    if found is not None:
+        assert manager.block_pool.get_num_free_blocks() == num_free - num_wanted
+        row, known = manager.req_to_blocks["a"], manager.compressions["a"]
+        is_null = [block.is_null for block in row]
+        num_nulls = num_replaced - num_retained
+        assert is_null == [False] * num_retained + [True] * num_nulls + [False] * num_tail
+        own = {block.block_id for block in (*known.header, *row) if not block.is_null}
+        assert (len(known.header), len(own)) == (num_header, num_wanted)
+        header = manager.arrived("a") if has_arrived else ()
+        kv_cache.free(request)
+        kv_cache.block_pool.free_blocks(header)
+    manager.forget("a")
+    assert manager.block_pool.get_num_free_blocks() == num_free

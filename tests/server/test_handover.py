@@ -525,11 +525,12 @@ def test_load_with_random_kills(
             asked[rng.integers(len(asked) // 2, len(asked))].result()
             kill(prefill)
             num_wrong += sum(not each.result() for each in asked)
-    after = outcomes(decode)
-    grown = {name: after[name] - before.get(name, 0) for name in after}
-    seconds = time.monotonic() - begin
-    print(f"{NUM_REQUESTS} requests, {NUM_LIVES} kills, {seconds:.0f} s with starts, {num_wrong} ")
-    print(f"wrong answers, prompts handed over {grown}, not handed over {num_local}")
+        after = outcomes(decode)
+        grown = {name: after[name] - before.get(name, 0) for name in after}
+        seconds = time.monotonic() - begin
+        print(f"after {life + 1} kills: {NUM_REQUESTS // NUM_LIVES * (life + 1)} requests", end=" ")
+        print(f"in {seconds:.0f} s, starts included, {num_wrong} wrong, {num_local} without")
+        print(f"parameters, others {grown}", flush=True)
     assert num_wrong == 0
     assert grown["received"] > NUM_REQUESTS / 4
     check_empty(decode)

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from measure.serving import free_port
+from measure.serving import START_SECONDS, free_port
 from tests.inputs import new_rng
 from tests.server.serving import ChatServer, eventually, messages, serve
 
@@ -78,7 +78,9 @@ def server(
         "UCX_TLS": "tcp,sm,self",
     }
     flags = [*flags, "--kv-transfer-config", json.dumps(transfer)]
-    with serve(folder, log, config, flags=flags, environment=environment, **options) as found:
+    options = {"flags": flags, "environment": environment, **options}
+    # Two start at the same time.
+    with serve(folder, log, config, start_seconds=2 * START_SECONDS, **options) as found:
         yield found
 
 

@@ -71,6 +71,9 @@ FLAGS = (
 )
 """The flags that `vllm serve` gets, as argparse names them."""
 
+_TRANSFER = "kv_transfer_params"
+"""Name in a request's `extra_args` of what its KV connector is told."""
+
 _READ = "_kv_eviction_read"
 """Name among the parsed arguments of what `_settings_in_flags` returned for them."""
 
@@ -358,6 +361,12 @@ def _process_request(
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
     # A refused request has cached no image yet, which the engine would miss in the next one.
     request = original(processor, request_id, prompt, params, *args, **kwargs)
+    if is_checked and params.n > 1 and _TRANSFER in given:
+        # Several answers to a prompt would begin with the same tokens, and the first one that has
+        # read the blocks gives them back.
+        assert request.sampling_params is not None
+        given = {name: value for name, value in given.items() if name != _TRANSFER}
+        request.sampling_params.extra_args = given
     is_wanted = given.get(PROTECT, defaults.config.protect) == "system"
     if is_checked and is_wanted and isinstance(prompt, dict) and PROTECTED_TOKENS in prompt:
         assert request.sampling_params is not None

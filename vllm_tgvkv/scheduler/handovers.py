@@ -32,6 +32,7 @@ from vllm_tgvkv.scheduler.candidate import Candidate
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.handover import (
     KEY,
+    MOST_BLOCKS,
     Handover,
     HandoverError,
     Region,
@@ -46,8 +47,15 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.tgvkv")
 
-_REMOTE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
-"""Parameters without which a connector can not read, besides the blocks."""
+_REMOTE = {
+    "remote_engine_id": str,
+    "remote_request_id": str,
+    "remote_host": str,
+    "remote_port": int,
+    "tp_size": int,
+}
+"""Types of the parameters without which a connector can not read, besides the blocks. vLLM's ends
+the engine at another type."""
 
 
 @dataclass
@@ -222,7 +230,8 @@ class Handovers:
         region = message.region
         if request.is_finished():
             # The other server learns that it may free its blocks, if it holds any.
-            parameters["do_remote_prefill"] = region is not None and _names_source(parameters)
+            is_held = region is not None and self._missing(region, parameters) is None
+            parameters["do_remote_prefill"] = is_held
             self._records.counters.handed_over(policy, "answered")
             return
         problem = self._problem(request, options, region, parameters)
@@ -283,13 +292,24 @@ class Handovers:
             return f"its cut is not the one that is made here, {journey}"
         if region.num_header != self._num_header_blocks(region.num_planned):
             return "its header has another size"
+        return self._missing(region, parameters)
+
+    def _missing(self, region: Region, parameters: dict[str, Any]) -> str | None:
+        """Return what a connector lacks to read a region; None if nothing."""
         size = self._manager.block_size
         num_tail = cdiv(region.at, size) - region.num_replaced
         wanted = region.num_header + region.num_retained + num_tail
         blocks = parameters.get("remote_block_ids")
-        if not isinstance(blocks, list | tuple) or [len(ids) for ids in blocks] != [wanted]:
+        if not _are_blocks(blocks, wanted):
             return f"{wanted} blocks are expected"
-        return None if _names_source(parameters) else f"some of {', '.join(_REMOTE)} are missing"
+        sizes = {"tp_size": self._num_ranks, "pp_size": 1, "dcp_size": 1}
+        if not (
+            all(type(parameters.get(name)) is kind for name, kind in _REMOTE.items())
+            and 0 < parameters["remote_port"] < 1 << 16
+            and all(parameters.get(name, size) == size for name, size in sizes.items())
+        ):
+            return f"{', '.join(_REMOTE)} are expected"
+        return None
 
     def _append(self, request: Request, message: Handover) -> list[int]:
         """Append the answer so far, as far as vLLM does not stop it before; return it."""
@@ -457,5 +477,9 @@ def _is_answered(request: Request) -> bool:
     return request.status is not RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def _names_source(parameters: dict[str, Any]) -> bool:
-    return all(parameters.get(name) is not None for name in _REMOTE)
+def _are_blocks(value: Any, num_blocks: int) -> bool:
+    """Return whether a value lists blocks of one group."""
+    is_list = isinstance(value, list | tuple) and len(value) == 1
+    if not is_list or not isinstance(value[0], list | tuple) or len(value[0]) != num_blocks:
+        return False
+    return all(type(block) is int and 0 < block < MOST_BLOCKS for block in value[0])

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
@@ -32,6 +33,8 @@ from vllm_tgvkv.shared.report import (
 )
 
 logger = init_logger("vllm.tgvkv")
+
+_REPORT = TypeAdapter(EvictionReport)
 
 _GAUGE_SECONDS = 1.0
 """Interval of the gauges, which count all compressed requests."""
@@ -148,8 +151,8 @@ class Records:
     def take_over(self, request: Request, report: Any) -> None:
         """Go on with the report of the server that cut the prompt, if the request asked for one."""
         if request.request_id in self.reports:
-            with suppress(TypeError, KeyError):  # forged: then the report says what is known here
-                self.reports[request.request_id] = EvictionReport.parse(report)
+            with suppress(ValidationError):  # forged: then the report says what is known here
+                self.reports[request.request_id] = _REPORT.validate_python(report)
 
     def preempted(self, request: Request) -> None:
         """Record that a preemption undoes the cuts of a request that only pressure cuts.

@@ -30,7 +30,8 @@ VERSION = 1
 _MOST_TOKENS = 4096
 """Of an answer that a message may carry."""
 
-_MOST_BLOCKS = 1 << 24
+MOST_BLOCKS = 1 << 24
+"""Of a pool."""
 
 
 class HandoverError(ValueError):
@@ -118,7 +119,7 @@ def _check(message: Handover) -> None:
         return
     _check_counts(region.nonce, -(1 << 31), (1 << 31) - 1)
     counts = (region.at, region.num_planned, region.num_retained)
-    _check_counts((*counts, region.num_replaced, region.num_header), 1, _MOST_BLOCKS)
+    _check_counts((*counts, region.num_replaced, region.num_header), 1, MOST_BLOCKS)
     if len(region.nonce) != NONCE_INTS or not (
         region.num_retained <= region.num_planned <= region.num_replaced <= region.at
     ):

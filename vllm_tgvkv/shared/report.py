@@ -104,20 +104,6 @@ class EvictionReport:
     recalls: list[RecallReport] = field(default_factory=list)
     """All choices, in order; those that a preemption undid as well."""
 
-    @classmethod
-    def parse(cls, data: Any) -> EvictionReport:
-        """Return the report of another server, of plain data.
-
-        Raises:
-            TypeError, KeyError: if a field is missing or unknown, or a nested report is none.
-        """
-        nested = {
-            "cuts": [CutReport(**cut) for cut in data["cuts"]],
-            "recalls": [RecallReport(**recall) for recall in data["recalls"]],
-            "memory": None if data["memory"] is None else MemoryReport(**data["memory"]),
-        }
-        return cls(**{**data, **nested})
-
     def add_cut(self, cut: CutReport) -> None:
         """Add a cut; if it is at a known token, a preemption undid those from this token on."""
         is_known = cut.cause in ("first", "later")

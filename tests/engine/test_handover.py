@@ -122,7 +122,11 @@ def test_a_store_that_copies_late_has_whole_prompts(tiny_model: Callable[..., Pa
     No block of an answer is found that was computed over an evicted cache.
     """
     folder = tiny_model("llava", image_size=112)
-    extra = {"spec_name": "LazySpec", "spec_module_path": "tests.engine.lazy_store"}
+    extra = {
+        "spec_name": "LazySpec",
+        "spec_module_path": "tests.engine.lazy_store",
+        "offload_prompt_only": False,
+    }
     store = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

@@ -256,7 +256,8 @@ class Handovers:
         if message.num_ranks != self._num_ranks:
             raise HandoverError(f"{message.num_ranks} ranks and not {self._num_ranks}")
         if message.prompt != digest_of(request):
-            raise HandoverError("it is about another prompt")
+            # vLLM's digests of images depend on the model's path, as NIXL's handshake does.
+            raise HandoverError("it is about another prompt, or a model of another path")
         if not _may_begin_elsewhere(request):
             raise HandoverError("the answer can not begin elsewhere")
         if max(message.tokens) >= self._vllm_config.model_config.get_vocab_size():

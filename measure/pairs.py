@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,7 @@ COMPUTE = {
 
 TRANSFERS = "vllm:nixl_bytes_transferred"
 """NIXL's own metric, on the server that reads: `_count` and `_sum`, the bytes."""
+METRIC_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,24 @@ class Pair:
     decode: Server
     router: Server
 
-    @property
-    def transfers(self) -> tuple[int, int]:
-        """Return how often the decode server has read, and the bytes of it all."""
-        found = {each.name: each.value for each in self.decode.samples()}
-        return int(found[f"{TRANSFERS}_count"]), int(found[f"{TRANSFERS}_sum"])
+    def transfers(self, after: int = -1) -> tuple[int, int]:
+        """Return how often the decode server has read, and the bytes of it all.
+
+        Args:
+            after: waits for one more than this number; the metric comes after the answer.
+
+        Raises:
+            ServingError: if there is none.
+        """
+        deadline = time.monotonic() + METRIC_SECONDS
+        while True:
+            found = {each.name: each.value for each in self.decode.samples()}
+            count, num_bytes = int(found[f"{TRANSFERS}_count"]), int(found[f"{TRANSFERS}_sum"])
+            if count > after:
+                return count, num_bytes
+            if time.monotonic() > deadline:
+                raise ServingError("the decode server has read nothing from the other one")
+            time.sleep(0.1)
 
 
 @contextmanager
@@ -65,7 +80,7 @@ def served_apart(
     logs: Path,
     environment: Mapping[str, str] | None = None,
     connector: Mapping[str, Any] = CONNECTOR,
-    start_seconds: float = START_SECONDS,
+    start_seconds: float = 2 * START_SECONDS,
 ) -> Iterator[Pair]:
     """Run two servers and a router until the block ends.
 

@@ -56,6 +56,8 @@ PROMPT_TOKENS = 1152
 POOL = 4 * -(-(PROMPT_TOKENS + BURST_TOKENS) // BLOCK_SIZE) + 1
 """Blocks of a decode server: four prompts of a page with their answers. One is never given out."""
 SECONDS = 600.0
+_PRESSURE = ", under pressure"
+"""Of lines that compare two settings for prompts that only a lack of memory cuts."""
 
 
 class Visit(NamedTuple):
@@ -99,13 +101,14 @@ def handover(bench: Bench) -> Iterator[Line]:
             for rival in ("stock", "whole"):
                 with served(rival) as other:
                     pairs = {rival: other, "ours": ours}
-                    for pages, rounds in scale.prompts if rival == "stock" else scale.prompts[:1]:
-                        asked = questions(pages, first, rounds)
-                        yield from _lines(_visits(bench, pairs, asked), rival, pages)
                     for name in pairs.keys() - peaks.keys():
                         bench.say(f"n. {scale.burst_requests} requests at once, {name}")
                         with _running(pairs[name]):
                             peaks[name] = [asyncio.run(_burst(pairs[name], crowd))]
+                    yield _peak({name: peaks[name] for name in pairs}, rival, len(crowd))
+                    for pages, rounds in scale.prompts if rival == "stock" else scale.prompts[:1]:
+                        asked = questions(pages, first, rounds)
+                        yield from _lines(_visits(bench, pairs, asked), rival, pages)
                 first += 1000
     except (
         *(ServingError, WeightsMissingError),
@@ -113,10 +116,6 @@ def handover(bench: Bench) -> Iterator[Line]:
     ) as error:
         cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
         raise RemoteError(f"{type(cause).__name__}: {cause}") from error
-    what = f"n. peak running, pool of 4: {scale.burst_requests} requests of a page"
-    line = Line(what, "requests", "higher", peaks, against=("stock", "whole"))
-    line.targets.append(Target(">= 20 at once", line.median("ours"), 20))
-    yield line
 
 
 def _arguments(folder: Path, arm: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -191,7 +190,7 @@ def _visit(bench: Bench, pair: Pair, question: Question) -> Visit:
 def _lines(found: Mapping[str, Sequence[Visit]], rival: str, pages: int) -> Iterator[Line]:
     """Return the lines of prompts of a length."""
     lengths = [visit.reply.prompt_tokens for visit in found["ours"]]
-    what = f"{statistics.median(lengths):.0f} tokens{', pressure' * (rival == 'whole')}"
+    what = f"{statistics.median(lengths):.0f} tokens{_PRESSURE * (rival == 'whole')}"
 
     def line(measure: str, unit: str, values: Mapping[str, list[float]], better: Better) -> Line:
         return Line(f"n. {measure}, {what}", unit, better, dict(values), against=(rival,))
@@ -218,6 +217,16 @@ def _lines(found: Mapping[str, Sequence[Visit]], rival: str, pages: int) -> Iter
     yield line("whole request", "s", whole, "lower")
     right = {name: [sum(values)] for name, values in each(lambda v: v.reply.is_right).items()}
     yield line(f"right of {len(lengths)}", "answers", right, "higher")
+
+
+def _peak(peaks: dict[str, list[float]], rival: str, requests: int) -> Line:
+    what = f"{requests} requests of a page{_PRESSURE * (rival == 'whole')}"
+    line = Line(
+        f"n. peak running, pool of 4: {what}", "requests", "higher", peaks, against=(rival,)
+    )
+    if rival == "stock":
+        line.targets.append(Target(">= 20 at once", line.median("ours"), 20))
+    return line
 
 
 def _gap(reply: Reply) -> float:

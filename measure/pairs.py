@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from measure.serving import (
     flags,
     free_port,
     process_group,
-    serving,
+    vllm_executable,
     wait_until_healthy,
 )
 
@@ -95,21 +94,25 @@ def served_apart(
         if find_spec(module) is None:
             raise ServingError(f"the package {module} is not installed: make setup does it")
     with ExitStack() as stack:
-        starting = [
-            serving(
-                [*arguments[name], *flags({"kv-transfer-config": dict(connector)})],
-                logs / f"{name}.log",
-                environment={
-                    **ENVIRONMENT,
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-                    **(environment or {}),
-                },
-                start_seconds=start_seconds,
+        servers = []
+        for name in ("prefill", "decode"):
+            port, log = free_port(), logs / f"{name}.log"
+            where = {"kv-transfer-config": dict(connector), "host": "127.0.0.1", "port": port}
+            process = stack.enter_context(
+                process_group(
+                    [vllm_executable(), *arguments[name], *flags(where)],
+                    log,
+                    {
+                        **ENVIRONMENT,
+                        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                        **(environment or {}),
+                    },
+                )
             )
-            for name in ("prefill", "decode")
-        ]
-        with ThreadPoolExecutor() as threads:
-            prefill, decode = threads.map(stack.enter_context, starting)
+            servers.append(Server(f"http://127.0.0.1:{port}", process, log))
+        for server in servers:
+            wait_until_healthy(server.url, server.process, server.log, start_seconds)
+        prefill, decode = servers
         port, log = free_port(), logs / "router.log"
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation"]

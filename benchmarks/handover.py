@@ -90,7 +90,7 @@ def handover(bench: Bench) -> Iterator[Line]:
             bench.say(f"n. starts two servers and a router, {arm}")
             with _stopped(_arguments(folder, ARMS[arm]), logs / arm) as pair:
                 with _running(pair):
-                    _visit(bench, pair, questions(1, TRAINING, 1)[0])
+                    asyncio.run(ask_all(pair.router.url, questions(1, TRAINING, 1), 1))
                 yield pair
 
         with ExitStack() as stack:

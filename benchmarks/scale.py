@@ -68,7 +68,7 @@ class CutsScale:
 class HandoverScale:
     """Sizes of the part `handover`."""
 
-    prompts: tuple[tuple[int, int], ...] = ((2, 4), (4, 2), (1, 8))
+    prompts: tuple[tuple[int, int], ...] = ((2, 6), (4, 2), (1, 12))
     """Pages of a prompt, each of 1,024 tokens, and how many such prompts are asked."""
     burst_requests: int = 24
 

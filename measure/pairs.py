@@ -18,6 +18,7 @@ from measure.serving import (
     ServingError,
     flags,
     free_port,
+    log_errors,
     process_group,
     vllm_executable,
     wait_until_healthy,
@@ -69,7 +70,8 @@ class Pair:
             if count > after:
                 return count, num_bytes
             if time.monotonic() > deadline:
-                raise ServingError("the decode server has read nothing from the other one")
+                said = log_errors(self.decode.log) if self.decode.log else "it has no log"
+                raise ServingError(f"the decode server has read nothing from the other one; {said}")
             time.sleep(0.1)
 
 

@@ -18,7 +18,6 @@ from measure.serving import (
     ServingError,
     flags,
     free_port,
-    log_errors,
     process_group,
     vllm_executable,
     wait_until_healthy,
@@ -70,7 +69,8 @@ class Pair:
             if count > after:
                 return count, num_bytes
             if time.monotonic() > deadline:
-                said = log_errors(self.decode.log) if self.decode.log else "it has no log"
+                lines = [line for line in self.decode.lines() if "KV eviction" in line]
+                said = " ".join(lines[-1:])
                 raise ServingError(f"the decode server has read nothing from the other one; {said}")
             time.sleep(0.1)
 

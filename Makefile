@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 .DEFAULT_GOAL := help
 .PHONY: help setup wheel lint test test-all test-apparatus test-nightly test-fast test-gpu
 .PHONY: test-scheduler mutations compile-kernels next-vllm test-next
-.PHONY: demo inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak soak-pressure clean
+.PHONY: demo demo-handover inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak soak-pressure clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +116,10 @@ WEIGHTS := $(BIN)/python -c 'import importlib.util as u; exit(u.find_spec("llm_s
 demo: setup ## serve a model that reads pages, ask it with the full cache and with parts of it
 	@$(WEIGHTS)
 	@$(BIN)/python -m demo.run $(ARGS)
+
+demo-handover: setup ## the same pages on two servers: one computes prompts, the other decodes them
+	@$(WEIGHTS)
+	@$(BIN)/python -m demo.handover $(ARGS)
 
 inspector: setup ## serve the same model with a page in the browser that shows what is kept
 	@$(WEIGHTS)

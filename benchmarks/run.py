@@ -15,6 +15,7 @@ from benchmarks.bench import Bench, Part
 from benchmarks.costs import costs, methods, scheduler, steps
 from benchmarks.cuts import cuts
 from benchmarks.gain import gain, recall
+from benchmarks.handover import handover
 from benchmarks.ranks import ranks
 from benchmarks.scale import SCALES
 from benchmarks.switched import metrics, waiting
@@ -31,6 +32,7 @@ PARTS: dict[str, Part] = {
     "waiting": waiting,
     "cuts": cuts,
     "ranks": ranks,
+    "handover": handover,
 }
 
 

@@ -65,12 +65,21 @@ class CutsScale:
 
 
 @dataclass(frozen=True)
+class HandoverScale:
+    """Sizes of the part `handover`."""
+
+    prompts: tuple[tuple[int, int], ...] = ((2, 6), (4, 2), (1, 12))
+    """Pages of a prompt, each of 1,024 tokens, and how many such prompts are asked."""
+    burst_requests: int = 24
+
+
+@dataclass(frozen=True)
 class Scale:
     """Sizes of all parts of a run; the defaults are those that the targets were set for."""
 
     parts: tuple[str, ...] = (
         *("costs", "methods", "gain", "recall"),
-        *("metrics", "waiting", "cuts", "ranks", "scheduler", "steps"),
+        *("metrics", "waiting", "cuts", "ranks", "handover", "scheduler", "steps"),
     )
     """The parts that run when none are named."""
     rounds: int = 5
@@ -99,6 +108,7 @@ class Scale:
         burst_requests=40,
     )
     cuts: CutsScale = CutsScale()
+    handover: HandoverScale = HandoverScale()
     scheduled_batch: int = 256
     scheduled_rounds: int = 60
     minutes: float = float("inf")
@@ -152,6 +162,7 @@ SMOKE = replace(
     metrics=SwitchedScale(((2, Workload(640)),), fills=1, rounds=1),
     waiting=SwitchedScale(((2, Workload(640)),), fills=1, rounds=1, burst_requests=6),
     cuts=CutsScale(methods=("snapkv", "streaming"), batch=2, prompt=Workload(704), steps=200),
+    handover=HandoverScale(prompts=((1, 1),), burst_requests=2),
     scheduled_batch=8,
     scheduled_rounds=2,
 )

@@ -202,7 +202,7 @@ async def ask(server: openai.AsyncOpenAI, question: Question, began: float) -> R
     Raises:
         openai.OpenAIError: if it is not answered.
     """
-    asked, first, text, ended, usage = time.monotonic(), None, "", False, None
+    asked, first, text, pieces, ended, usage = time.monotonic(), None, "", 0, False, None
     create: Any = server.chat.completions.create
     async with await create(
         model=MODEL_NAME,
@@ -219,6 +219,7 @@ async def ask(server: openai.AsyncOpenAI, question: Question, began: float) -> R
                 if first is None and (choice.delta.content or choice.finish_reason):
                     first = time.monotonic()
                 text += choice.delta.content or ""
+                pieces += bool(choice.delta.content)
                 ended = ended or choice.finish_reason == "stop"
     assert usage is not None
     assert first is not None
@@ -233,6 +234,7 @@ async def ask(server: openai.AsyncOpenAI, question: Question, began: float) -> R
         asked=asked - began,
         first=first - began,
         last=time.monotonic() - began,
+        pieces=pieces,
     )
 
 

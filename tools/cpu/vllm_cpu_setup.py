@@ -11,6 +11,10 @@ builds of them. The CUDA builds cannot load their native libraries under torch+c
 - torchaudio works without its library where the file is missing, but not where it fails to load.
 - torchcodec cannot work. vLLM can do without it, but does not expect the `OSError` it dies of.
 
+And NIXL, which moves caches between servers, has a thread that looks for work without a pause, with
+a lock that others wait for. On a machine with few cores it leaves them neither: requests wait for
+seconds, in stock vLLM as well. vLLM has no setting for the pause.
+
 Why a start-up file (`.pth`) and not a vLLM plugin: `import vllm.config` already imports them
 through transformers, before vLLM loads any plugin. The hook acts on the first import of such a
 package in a process and costs nothing until then. Where the native libraries can be loaded, it
@@ -26,6 +30,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 #: Operators for which torchvision registers something at import.
 OPERATORS = (
@@ -104,11 +109,29 @@ def run_torchcodec(run: Callable[[ModuleType], None], module: ModuleType) -> Non
         raise ImportError(f"torchcodec does not fit this build of torch: {error}") from error
 
 
+#: Microseconds between two looks of NIXL's thread.
+NIXL_PAUSE = 100
+
+
+def run_nixl(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Execute `nixl_cu12._api`, and let the thread of each agent pause between two looks."""
+    run(module)
+    bindings = module.nixlBind
+    make_agent = bindings.nixlAgent
+
+    def make_paused_agent(name: str, config: Any) -> Any:
+        config.pthrDelay = NIXL_PAUSE
+        return make_agent(name, config)
+
+    bindings.nixlAgent = make_paused_agent
+
+
 #: How to execute the modules that need help.
 RUNNERS = {
     "torchvision": run_torchvision,
     "torchaudio._extension.utils": run_torchaudio_loader,
     "torchcodec": run_torchcodec,
+    "nixl_cu12._api": run_nixl,
 }
 
 

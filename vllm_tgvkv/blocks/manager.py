@@ -433,8 +433,10 @@ class EvictingManager(FullAttentionManager):
 
     def num_held_by(self, request_id: str) -> int:
         """Return the blocks of a request's row, null blocks not counted."""
-        compression = self.compressions.get(request_id)
-        num_null = compression.num_replaced - compression.num_retained if compression else 0
+        num_null = 0
+        if self.is_compressed(request_id):
+            compression = self.compressions[request_id]
+            num_null = compression.num_replaced - compression.num_retained
         return len(self.req_to_blocks[request_id]) - num_null
 
     def block_ids(self, request_id: str, num_tokens: int | None = None) -> np.ndarray:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     )
 
 logger = init_logger("vllm.tgvkv")
+
+_LOOK_SECONDS = 1e-3
+"""Between two looks whether blocks were read, while nothing else is to do. vLLM waits as long while
+blocks are on their way here."""
 
 
 class EvictionScheduler(Scheduler):
@@ -259,6 +264,10 @@ class EvictionScheduler(Scheduler):
         if self.handovers is not None:
             new = (self.requests[each.req_id] for each in output.scheduled_new_reqs)
             self._free_later(self.handovers.plan(plan, new), ahead=not scheduled)
+            if not scheduled and not self.has_unfinished_requests():
+                # Others read blocks of requests that ended. vLLM would look again at once, and the
+                # engine and its workers take the cores that the transfer needs.
+                time.sleep(_LOOK_SECONDS)
         for request_id, num_scheduled in scheduled.items():
             candidate = self.candidates.get(request_id)
             if candidate is not None and candidate.next_at is not None:

@@ -364,6 +364,7 @@ def forgeries(good: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {name: value for name, value in good.items() if name != "remote_host"}
 
 
+@pytest.mark.nightly
 def test_forged_parameters(pair: tuple[ChatServer, ChatServer]) -> None:
     """The prompt is computed where it is decoded, and both servers go on."""
     prefill, decode = pair

@@ -16,6 +16,7 @@ const SKIP_REASONS = {
   method_needs_vision: "this method measures attention to images, and there are none",
   unknown_patch_grid: "the method pools over a grid of patches that is not known for this image",
   invalid_request: "the server did not understand the request's options",
+  handed_over_whole: "another server decodes it, and cuts it if memory is short there",
   policy_failed: "the method failed, and the request with it; the server's log says how",
   unsupported_request: "requests of this kind cannot be evicted",
 };

@@ -260,8 +260,15 @@ REFUSED = [
         **REPLICAS,
         **RANKS,
     ),
-    case("KV connectors ... remove --kv-transfer-config", kv_transfer_config=CONNECTOR),
-    case("KV connectors ... remove", kv_offloading_size=1.0),
+    case(
+        "the KV connector LMCacheConnectorV1 (--kv-transfer-config) yet: use one of NixlConnector",
+        kv_transfer_config={**CONNECTOR, "kv_connector": "LMCacheConnectorV1"},
+    ),
+    case(
+        "the KV connector ExampleConnector (--kv-transfer-config) and --speculative-config",
+        kv_transfer_config=CONNECTOR,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+    ),
     case("--runner pooling ... serve another model", runner="pooling"),
     *(
         case(f"its own {kind} class: remove --{kind}-cls {name}", **{f"{kind}_cls": name})

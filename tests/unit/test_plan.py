@@ -25,11 +25,13 @@ from tests.inputs import new_rng
 from tests.unit.test_trace import make_trace
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.plan import (
+    Arrival,
     Choice,
     ChoiceOutcome,
     ColumnSumChunk,
     Eviction,
     Failure,
+    Header,
     Observation,
     Outcome,
     Restored,
@@ -112,11 +114,15 @@ def test_whole_plan_and_all_outcomes_reach_another_node() -> None:
         *(few, 2, few, few),
         stored=rows,
         tier_blocks=few,
+        header=Header((5,), (1, 2, 3, 4)),
     )
     plan = StepPlan(
         released=[3],
         restored=[Restored("s", few)],
         forgotten=["t"],
+        arriving=[Arrival("v", Header((5,), (1, 2, 3, 4)), (6, 7), 9)],
+        arrived=["w"],
+        answers={"w": [8]},
         poisoned=[4],
         observations=[Observation("r", 0, rows, rows)],
         summings=[ColumnSumChunk("r", "h2o", 0, 64, few, prompt)],

@@ -23,12 +23,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_tgvkv.config.digest import digest, settings_of_worker
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import CONFIG_KEY
 from vllm_tgvkv.scheduler.candidate import Candidate
+from vllm_tgvkv.shared.connector import TRANSPORTS
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.handover import (
     KEY,
@@ -64,6 +66,8 @@ class _Delivery:
 
     request: Request
     tokens: list[int]
+    stats: PrefillStats
+    """By default the whole prompt comes from elsewhere."""
 
 
 class Handovers:
@@ -103,6 +107,11 @@ class Handovers:
         return digest(settings_of_worker(self._vllm_config))
 
     @property
+    def _reads_blocks(self) -> bool:
+        """Whether the connector reads the blocks of a request that another server names."""
+        return self._vllm_config.kv_transfer_config.kv_connector in TRANSPORTS
+
+    @property
     def _num_ranks(self) -> int:
         return self._vllm_config.parallel_config.tensor_parallel_size
 
@@ -110,7 +119,8 @@ class Handovers:
 
     def leaves(self, request: Request) -> bool:
         """Return whether a request is decoded by another server."""
-        return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+        parameters = request.kv_transfer_params or {}
+        return self._reads_blocks and bool(parameters.get("do_remote_decode"))
 
     def consider(self, request: Request, options: RequestOptions) -> tuple[Candidate | str, int]:
         """Return how a request is evicted, or why it is not, and the blocks of its header.
@@ -121,7 +131,8 @@ class Handovers:
             if KEY in (request.kv_transfer_params or {}):
                 options = replace(options, recall=False)  # its tier would be on the other server
             return self._candidate_of(request, options), 0
-        if self._is_whole(request, options):
+        # One that asks for more tokens gets them all here.
+        if self._is_whole(request, options) or request.max_tokens > options.defer + 1:
             return "handed_over_whole", 0
         asked, request.max_tokens = request.max_tokens, options.defer + 2
         found = self._candidate_of(request, journey_of(options))
@@ -167,7 +178,8 @@ class Handovers:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[list[int], ...]:
         if request.request_id not in self._nonces:
-            return block_ids
+            # Nobody could read a region without its header.
+            return ([],) if self._manager.is_compressed(request.request_id) else block_ids
         candidate = self._candidates[request.request_id]
         if _is_answered(request) or not self._manager.is_compressed(request.request_id):
             return ([],)
@@ -189,9 +201,10 @@ class Handovers:
             tuple(request.output_token_ids),
             region,
         )
-        num_sent = sum(map(len, parameters["remote_block_ids"]))
-        num_whole = cdiv(request.num_computed_tokens, self._manager.block_size)
-        self._records.sent(candidate, num_sent, num_whole)
+        if region is not None:
+            num_sent = sum(map(len, parameters["remote_block_ids"]))
+            num_whole = cdiv(request.num_prompt_tokens, self._manager.block_size)
+            self._records.sent(candidate, num_sent, num_whole)
         # A server that does not read the message computes the prompt itself.
         return {**parameters, "do_remote_prefill": False, KEY: message.as_dict()}
 
@@ -225,9 +238,8 @@ class Handovers:
             self._refuse(request, policy, "refused", str(error))
             return
         report = parameters.pop(CONFIG_KEY, None)
-        tokens = self._append(request, message)
-        self._deliveries.append(_Delivery(request, tokens))
         region = message.region
+        delivery = self._append(request, message)
         if request.is_finished():
             # The other server learns that it may free its blocks, if it holds any.
             is_held = region is not None and self._missing(region, parameters) is None
@@ -236,6 +248,7 @@ class Handovers:
             return
         problem = self._problem(request, options, region, parameters)
         if region is None or problem is not None:
+            delivery.stats.set(request.num_prompt_tokens, 0, 0)
             self._refuse(request, policy, "refused", problem or "")
             return
         parameters["do_remote_prefill"] = True
@@ -251,6 +264,10 @@ class Handovers:
         Raises:
             HandoverError: if it is not.
         """
+        if not self._reads_blocks:
+            raise HandoverError("the connector reads no blocks of other servers")
+        if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
+            raise HandoverError("its prompt has no tokens, or must not be read")
         if message.settings != self._settings:
             raise HandoverError("the servers differ in settings or versions")
         if message.num_ranks != self._num_ranks:
@@ -312,12 +329,20 @@ class Handovers:
             return f"{', '.join(_REMOTE)} are expected"
         return None
 
-    def _append(self, request: Request, message: Handover) -> list[int]:
-        """Append the answer so far, as far as vLLM does not stop it before; return it."""
+    def _append(self, request: Request, message: Handover) -> _Delivery:
+        """Append the answer so far, as far as vLLM does not stop it before, and deliver it.
+
+        The request's statistics go with it. vLLM makes them when it admits a request, of one that
+        has no answer yet.
+        """
         tokens, _ = Scheduler._update_request_with_output(
             self._scheduler, request, list(message.tokens)
         )
-        return tokens
+        stats = request.take_prefill_stats() or PrefillStats()
+        stats.set(request.num_prompt_tokens, 0, request.num_prompt_tokens)
+        delivery = _Delivery(request, tokens, stats)
+        self._deliveries.append(delivery)
+        return delivery
 
     def _refuse(self, request: Request, policy: str, outcome: str, problem: str) -> None:
         logger.warning(
@@ -385,7 +410,8 @@ class Handovers:
         """Return which requests wait for some of these blocks, and for which."""
         found = {}
         for name in self._coming:
-            row = (*self._manager.compressions[name].header, *self._manager.req_to_blocks[name])
+            header = self._manager.compressions[name].header
+            row = (*header, *self._manager.req_to_blocks.get(name, ()))
             if own := block_ids.intersection(block.block_id for block in row):
                 found[name] = own
         return found
@@ -438,6 +464,7 @@ class Handovers:
                 finish_reason=reason,
                 stop_reason=request.stop_reason,
                 events=request.take_events(),
+                prefill_stats=delivery.stats,
                 kv_transfer_params=parameters,
                 trace_headers=request.trace_headers,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from vllm_tgvkv.scheduler.pressure import Pressure
 from vllm_tgvkv.scheduler.query_rows import QueryRows
 from vllm_tgvkv.scheduler.recalls import Recalls
 from vllm_tgvkv.scheduler.records import Records
-from vllm_tgvkv.scheduler.stores import Stores
 from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
 from vllm_tgvkv.shared.plan import (
@@ -119,7 +119,8 @@ class EvictionScheduler(Scheduler):
         self.records = Records(self.manager, block_bytes, self.log_stats)
         self._defaults = Defaults(config)
         self.handovers: Handovers | None = None
-        self._stores = Stores()
+        self._cut: set[str] = set()
+        """Requests that were cut since the connector was last told."""
         if self.connector is not None:
             self.handovers = Handovers(self, self._candidate)
             self.connector.scheduling = self.handovers
@@ -346,7 +347,8 @@ class EvictionScheduler(Scheduler):
         header = None
         if self.handovers is not None:
             header = self.handovers.header_of(request_id)
-            self._stores.cut(request)
+            self._cut.add(request_id)
+            self.connector.stop_storing(request_id)
         more = stored, is_whole, tier_blocks, header
         eviction = candidate.eviction(request_id, cut, old_blocks, row_blocks, *more)
         # Free from now on: the rows are read in this step, and written by later ones.
@@ -458,7 +460,6 @@ class EvictionScheduler(Scheduler):
             self.query_rows.give_back([request.request_id])
             self.pressure.undo(request.request_id)
             self.recalls.end(request.request_id)
-            self._stores.undo(request)
             candidate.restart()
             self.manager.expect(request, candidate.cut)
             candidate.num_stale = candidate.num_pending
@@ -481,7 +482,6 @@ class EvictionScheduler(Scheduler):
                 self.manager.forget(request.request_id)
         if self.handovers is not None:
             self.handovers.forget(request.request_id)
-            self._stores.forget(request.request_id)
         if report := self.records.close_report(request.request_id):
             kv_params = {**(kv_params or {}), CONFIG_KEY: report}
         return kv_params, ec_params
@@ -510,7 +510,16 @@ class EvictionScheduler(Scheduler):
     def _build_kv_connector_meta(
         self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
-        return super()._build_kv_connector_meta(connector, self._stores.told(scheduler_output))
+        """Tell the connector of cuts as of preemptions.
+
+        It then ends its copies of the requests' blocks before this step, which is the first to
+        write to those that a cut gave back.
+        """
+        cut, self._cut = self._cut, set()
+        if cut:
+            ids = cut.union(scheduler_output.preempted_req_ids or ())
+            scheduler_output = replace(scheduler_output, preempted_req_ids=ids)
+        return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         is_failed = request.request_id in self.failed_recving_kv_req_ids

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 MODULE = __name__
 """What `kv_connector_module_path` is set to."""
 
-CONNECTORS = ("NixlConnector", "NixlPullConnector", "OffloadingConnector", "ExampleConnector")
+TRANSPORTS = ("NixlConnector", "NixlPullConnector")
+"""Connectors that read the blocks of a request from another server."""
+
+CONNECTORS = (*TRANSPORTS, "OffloadingConnector", "ExampleConnector")
 """Connectors that are known to work with eviction."""
 
 LAYOUT = "BLHNC"
@@ -87,6 +90,16 @@ class EvictingConnector(KVConnectorBase_V1):
         if parameters is not None and self.scheduling is not None:
             parameters = self.scheduling.parameters(request, parameters)
         return is_held, parameters
+
+    def stop_storing(self, request_id: str) -> None:
+        """Store no more blocks of a request that is cut, of its answer or of its prompt.
+
+        The keys of its answer depend on what was kept, also when a preempted request is cut again.
+        And a copy that a full store refused would be tried again from blocks of others.
+        """
+        stored = getattr(getattr(self, "connector_scheduler", None), "_req_status", {})
+        if (status := stored.get(request_id)) is not None:  # of OffloadingConnector
+            status.max_offload_tokens = 0
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)

@@ -147,6 +147,7 @@ class EvictingWorker:
         builder.bind(self._evictor, self.rows)
         if has_kv_transfer_group():
             get_kv_transfer_group().receiving = self._evictor.arrivals
+            self.rows.take_answers()
         self._shrunk: list[Eviction] = []
         self._counters = EvictionCounters().as_dict()
 

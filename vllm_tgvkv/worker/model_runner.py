@@ -23,13 +23,17 @@ class RowsV1:
         self._runner, self._group = runner, group
         self.answers: dict[str, list[int]] = {}
         """The answers so far of new requests, if another server began them."""
-        self._add_request = runner.input_batch.add_request
-        # Else the runner takes a new request for one without an answer; V2 is told.
-        runner.input_batch.add_request = self._add_with_answer
 
-    def _add_with_answer(self, state: CachedRequestState) -> int:
-        state.output_token_ids.extend(self.answers.pop(state.req_id, ()))
-        return self._add_request(state)
+    def take_answers(self) -> None:
+        """Add `answers` to new requests, which this runner takes for requests without one."""
+        batch = self._runner.input_batch
+        add_request = batch.add_request
+
+        def add_with_answer(state: CachedRequestState) -> int:
+            state.output_token_ids.extend(self.answers.pop(state.req_id, ()))
+            return add_request(state)
+
+        batch.add_request = add_with_answer
 
     def find_row(self, request_id: str) -> int | None:
         return self._runner.input_batch.req_id_to_index.get(request_id)
@@ -66,6 +70,9 @@ class RowsV2:
         """`group` is the index of the evicted layers among vLLM's KV cache groups."""
         self._runner, self._group = runner, group
         self.answers: dict[str, list[int]] = {}
+
+    def take_answers(self) -> None:
+        """Do nothing: vLLM tells this runner the answers of new requests."""
 
     def find_row(self, request_id: str) -> int | None:
         index = self._runner.req_states.req_id_to_index.get(request_id)

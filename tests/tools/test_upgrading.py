@@ -76,7 +76,7 @@ OTHERS = frozenset(
         include_router json model_dump path phrase post receive routes scope state status_code url
         Prometheus and torch: children define elapsed_time inc load modules overloadpacket
         named_parameters parameters register_forward_pre_hook synchronize wait
-        safetensors: get_tensor
+        safetensors: get_tensor; pydantic: validate_python
         Python: __func__ add_argument add_argument_group api_key cache_clear dest hexdigest metadata
         parse_args strerror
         transformers' configurations: attention_chunk_size attn_logit_softcapping

@@ -185,6 +185,7 @@ needs_weights = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 @needs_weights
 @pytest.mark.engine
 @pytest.mark.slow

@@ -214,6 +214,8 @@ class Scrape:
                         "state",
                         "cause",
                         "fault",
+                        "outcome",
+                        "cache",
                         "le",
                     )
                     labels = tuple(sample.labels[name] for name in order if name in sample.labels)

@@ -65,7 +65,7 @@ class Visit(NamedTuple):
 
     reply: Reply
     num_bytes: int
-    """What the decode server has read for it, by NIXL's metric."""
+    """Bytes that the decode server has read for it, by NIXL's metric."""
 
 
 def handover(bench: Bench) -> Iterator[Line]:

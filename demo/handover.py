@@ -44,7 +44,7 @@ _ROW = "{:22}{:8}{:>16}{:>15}{:>15}{:>15}"
 
 @dataclass(frozen=True)
 class Seen:
-    """What a request was answered, and what it took."""
+    """An answer, and its cost."""
 
     text: str
     num_bytes: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two `vllm serve`, of which one computes prompts and the other decodes them, behind a router."""
+"""Two `vllm serve` behind a router: one computes prompts, the other decodes them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ CONNECTOR: dict[str, Any] = {
     "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
 }
-ENVIRONMENT = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp,sm,self"}
-
 COMPUTE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -43,6 +41,15 @@ COMPUTE = {
 TRANSFERS = "vllm:nixl_bytes_transferred"
 """NIXL's own metric, on the server that reads: `_count` and `_sum`, the bytes."""
 METRIC_SECONDS = 30
+
+
+def nixl_environment(port: int | None = None) -> dict[str, str]:
+    """Return where other servers of this machine find a connector; by default at a free port."""
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port or free_port()),
+        "UCX_TLS": "tcp,sm,self",
+    }
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,7 @@ def served_apart(
                 process_group(
                     [vllm_executable(), *arguments[name], *flags(where)],
                     log,
-                    {
-                        **ENVIRONMENT,
-                        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-                        **(environment or {}),
-                    },
+                    {**nixl_environment(), **(environment or {})},
                 )
             )
             servers.append(Server(f"http://127.0.0.1:{port}", process, log))

@@ -16,33 +16,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from measure.serving import free_port
+from measure.pairs import CONNECTOR, nixl_environment
 
 if TYPE_CHECKING:
     from tests.engine.running import Ask, SteppedEngine
 
-ASKED = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What a router sends to the server that computes a prompt."""
-
-CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 SECONDS = 900
 """Of a call, the start of the engine included, on a machine with other work."""
-
-
-def nixl_environment() -> dict[str, str]:
-    """Return where another process of this machine finds a connector."""
-    return {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        "UCX_TLS": "tcp,sm,self",
-    }
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.handing import ASKED, Remote, Served, engine_process
+from measure.pairs import COMPUTE
+from tests.engine.handing import Remote, Served, engine_process
 from tests.engine.questions import DEBUG, album
 from tests.engine.running import Ask, engine
 from tests.models import random_text
@@ -46,7 +47,7 @@ def xargs(method: str) -> dict[str, Any]:
 
 def pass_on(prefill: Remote, decode: Remote, given: list[Ask], **sampling: Any) -> list[Served]:
     """Let one engine compute prompts, and the other decode them, as a router does."""
-    first = prefill.run(given, [ASKED] * len(given), **{**sampling, "max_tokens": 1})
+    first = prefill.run(given, [COMPUTE] * len(given), **{**sampling, "max_tokens": 1})
     return decode.run(given, [each.parameters for each in first], **sampling)
 
 

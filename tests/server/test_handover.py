@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from measure.pairs import COMPUTE, CONNECTOR, nixl_environment
 from measure.serving import START_SECONDS, free_port
 from tests.inputs import new_rng
 from tests.server.serving import ChatServer, eventually, messages, serve
@@ -32,17 +33,7 @@ LEASE_SECONDS = 15
 NUM_REQUESTS, NUM_LIVES = 500, 5
 """Of the load, and of the server that computes its prompts."""
 
-CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 KEY = "kv_eviction_handover"
-ASKED = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What a router sends to the server that computes a prompt."""
 
 CONFIG = {
     "policy": "reach",
@@ -72,11 +63,7 @@ def server(
         port: where other servers ask for its metadata; a free one by default.
     """
     transfer = {**CONNECTOR, "kv_connector_extra_config": {"kv_lease_duration": LEASE_SECONDS}}
-    environment = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port or free_port()),
-        "UCX_TLS": "tcp,sm,self",
-    }
+    environment = nixl_environment(port)
     flags = [*flags, "--kv-transfer-config", json.dumps(transfer)]
     options = {"flags": flags, "environment": environment, **options}
     # Two start at the same time.
@@ -124,7 +111,7 @@ def post(server: ChatServer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def computed(prefill: ChatServer, body: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a router gets from the server that computes a prompt."""
-    body = {**body, "max_tokens": 1, "kv_transfer_params": ASKED}
+    body = {**body, "max_tokens": 1, "kv_transfer_params": COMPUTE}
     body.pop("min_tokens", None)
     return post(prefill, body)["kv_transfer_params"]
 
@@ -215,8 +202,7 @@ def stream(
 
 
 def test_a_batch_is_that_of_one_server(pair: tuple[ChatServer, ChatServer]) -> None:
-    """Several requests at once, some of which share images or the whole prompt; parts of them are
-    hits of the prefix cache where they are computed."""
+    """Several requests at once share images or whole prompts, and hit the prefix cache."""
     prefill, decode = pair
     first = body_of(0)
     follow_ups = []
@@ -295,7 +281,7 @@ def test_each_option_is_that_of_one_server(pair: tuple[ChatServer, ChatServer]) 
 
 
 def test_streams_and_clients_that_hang_up(pair: tuple[ChatServer, ChatServer]) -> None:
-    """What was computed elsewhere comes first and at once; nothing is repeated, nothing is left."""
+    """The tokens of the first server come first and at once; none is repeated, nothing is held."""
     prefill, decode = pair
     body = body_of(9, max_tokens=100)
     alone = post(decode, body)
@@ -317,7 +303,10 @@ def test_streams_and_clients_that_hang_up(pair: tuple[ChatServer, ChatServer]) -
             asked["max_tokens"] = 100
             assert tokens_of(post(decode, asked)) == tokens_of(alone)
     # While the prompt is computed.
-    url, asked = f"{prefill.url}/v1/chat/completions", {**body_of(10), "kv_transfer_params": ASKED}
+    url, asked = (
+        f"{prefill.url}/v1/chat/completions",
+        {**body_of(10), "kv_transfer_params": COMPUTE},
+    )
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url, json=asked, timeout=0.05)
     check_empty(decode)  # the other one once its lease is over, see below

@@ -652,7 +652,7 @@ def all_rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rendered(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the objects of a release by kind, of which there is one each."""
+    """Return the objects of a release by kind; there is one of each."""
     objects = all_rendered(values)
     by_kind = {found["kind"]: found for found in objects}
     assert len(by_kind) == len(objects)

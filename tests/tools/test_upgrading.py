@@ -120,7 +120,7 @@ RUN_TIME_BASES = {
     "vllm_tgvkv.shared.connector.EvictingConnector": "vllm.distributed.kv_transfer.kv_connector"
     ".v1.nixl.connector.NixlPullConnector"
 }
-"""A mixin of ours, and a class of vLLM in front of which it stands at run time."""
+"""A mixin of ours, and the class of vLLM that it extends at run time."""
 
 
 def lineage(owner: str, sources: Sources = BOTH) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one server tells another one about a prompt, and the header among its blocks."""
+"""The message between servers about a prompt, and the header among its blocks."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_offsets_that_arrive_stay_within_the_region(number: int) -> None:
 def test_the_blocks_of_a_prompt_that_comes(
     data: Any, num_header: int, num_free: int, has_arrived: bool
 ) -> None:
-    """Header, region and tail, if the pool has so many; all of them go back."""
+    """Header, region and tail are allocated if the pool has room, and all of them go back."""
     size = 16
     num_prompt, num_answer = data.draw(st.integers(size, 600)), data.draw(st.integers(1, 5))
     num_replaced = num_prompt // size

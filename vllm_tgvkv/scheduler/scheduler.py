@@ -253,8 +253,9 @@ class EvictionScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._chunk_limits.begin_step()
-        read, self._read = self._read, []
-        self.kv_cache_manager.block_pool.free_blocks(read)
+        if self._read:
+            self.kv_cache_manager.block_pool.free_blocks(self._read)
+            self._read = []
         restored = self._relieve() if self.eviction_config.keeps_positions else []
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens

@@ -90,7 +90,7 @@ class Bench:
     ) -> None:
         """
         Args:
-            root: folder for models.
+            root: folder for models and logs.
             block_size: of all arms but `production`.
             eager: switch torch.compile off in all arms.
             say: prints a line of progress.

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import httpx
@@ -74,7 +73,8 @@ def handover(bench: Bench) -> Iterator[Line]:
     Two arms are alive at a time, so that their memory suffices: stock and ours, then whole and
     ours.
     """
-    scale = bench.scale.handover
+    scale, logs = bench.scale.handover, Path(bench.root, "handover")
+    logs.mkdir()
     try:
         folder = page_model_folder()
         vocabulary = load_vocabulary(folder)
@@ -94,7 +94,6 @@ def handover(bench: Bench) -> Iterator[Line]:
                 yield pair
 
         with ExitStack() as stack:
-            logs = Path(stack.enter_context(TemporaryDirectory()))
             ours, peaks = stack.enter_context(served("ours")), dict[str, list[float]]()
             # No question twice: its prompt would be in the prefix cache.
             crowd, first = questions(1, 5000, scale.burst_requests), 0
@@ -115,7 +114,13 @@ def handover(bench: Bench) -> Iterator[Line]:
         *(openai.OpenAIError, httpx.HTTPError, ExceptionGroup),
     ) as error:
         cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-        raise RemoteError(f"{type(cause).__name__}: {cause}") from error
+        raise RemoteError(f"{type(cause).__name__}: {cause}; {_complaint(logs)}") from error
+
+
+def _complaint(logs: Path) -> str:
+    """Return the last error that a server has written."""
+    lines = [line for log in logs.glob("*/*.log") for line in log.read_text().splitlines()]
+    return next((line for line in reversed(lines) if "ERROR" in line), "no server wrote an error")
 
 
 def _arguments(folder: Path, arm: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -216,7 +221,9 @@ def _lines(found: Mapping[str, Sequence[Visit]], rival: str, pages: int) -> Iter
     whole = each(lambda visit: visit.reply.last - visit.reply.asked)
     yield line("whole request", "s", whole, "lower")
     right = {name: [sum(values)] for name, values in each(lambda v: v.reply.is_right).items()}
-    yield line(f"right of {len(lengths)}", "answers", right, "higher")
+    answers = line(f"right of {len(lengths)}", "answers", right, "higher")
+    answers.against = ()  # no ratio to none
+    yield answers
 
 
 def _peak(peaks: dict[str, list[float]], rival: str, requests: int) -> Line:

@@ -40,6 +40,7 @@ COMPUTE = {
 
 TRANSFERS = "vllm:nixl_bytes_transferred"
 """NIXL's own metric, on the server that reads: `_count` and `_sum`, the bytes."""
+HANDOVERS = "vllm:kv_eviction_handovers_total"
 METRIC_SECONDS = 30
 
 
@@ -61,18 +62,26 @@ class Pair:
     router: Server
 
     def transfers(self, after: int = -1) -> tuple[int, int]:
-        """Return how often the decode server has read, and the bytes of it all.
+        """Return how many prompts the decode server has taken over, and the bytes that it read.
+
+        Nothing is read for an answer that ended within the tokens which came with its prompt.
 
         Args:
-            after: waits for one more than this number; the metric comes after the answer.
+            after: waits for one more than this number; the metrics come after the answer.
 
         Raises:
             ServingError: if there is none.
         """
         deadline = time.monotonic() + METRIC_SECONDS
         while True:
-            found = {each.name: each.value for each in self.decode.samples()}
+            samples = self.decode.samples()
+            found = {each.name: each.value for each in samples}
             count, num_bytes = int(found[f"{TRANSFERS}_count"]), int(found[f"{TRANSFERS}_sum"])
+            count += sum(
+                int(each.value)
+                for each in samples
+                if each.name == HANDOVERS and each.labels["outcome"] == "answered"
+            )
             if count > after:
                 return count, num_bytes
             if time.monotonic() > deadline:

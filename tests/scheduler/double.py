@@ -90,6 +90,9 @@ class Setup:
     prefix_caching: bool = True
     ahead: bool = False
     """Whether a step is scheduled while the last one runs."""
+    reads: bool = False
+    """Whether a KV connector may write to a block that is free: blocks of steps in flight are freed
+    later."""
     watermark: float = 0.0
     encoder_budget: int = 4096
     """Image tokens per step, and in the encoder's cache."""
@@ -229,6 +232,10 @@ def make_scheduler(setup: Setup) -> Scheduler:
             log_stats=False,
         )
     scheduler.use_v2_model_runner = False
+    if setup.reads and setup.ahead:
+        scheduler.defer_block_free = True
+        if setup.eviction is not None:
+            scheduler.manager.free_later = scheduler._free_later
     # As for a model with a vision tower.
     scheduler.max_num_encoder_input_tokens = setup.encoder_budget
     scheduler.encoder_cache_manager = EncoderCacheManager(setup.encoder_budget)
@@ -809,6 +816,7 @@ class Double:
                 self.scheduler.manager,
                 self.scheduler.other_managers,
                 self.scheduler.requests.keys(),
+                [block for _, blocks in self.scheduler.deferred_frees for block in blocks],
             )
 
     def assert_empty(self) -> None:

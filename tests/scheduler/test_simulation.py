@@ -83,6 +83,8 @@ def make_workload(seed: int) -> Workload:
     aborts = {rng.randrange(60): job.name for job in jobs if rng.random() < 0.1}
     resets = {rng.randrange(80)} if rng.random() < 0.2 else set()
     preemptions = {rng.randrange(120): rng.randrange(64) for _ in range(rng.choice((0, 1, 6)))}
+    # vLLM refuses to reset a cache whose blocks are freed later.
+    setup = dataclasses.replace(setup, reads=not resets and rng.random() < 0.5)
     return Workload(setup, jobs, aborts, resets, preemptions)
 
 
@@ -130,6 +132,8 @@ def make_pressed(seed: int) -> Workload:
     aborts = {rng.randrange(60): job.name for job in jobs if rng.random() < 0.05}
     preemptions = {rng.randrange(120): rng.randrange(64) for _ in range(rng.choice((0, 0, 3)))}
     resets = {rng.randrange(80)} if rng.random() < 0.1 else set()
+    has_one_group = not (setup.window or setup.states)
+    setup = dataclasses.replace(setup, reads=has_one_group and not resets and rng.random() < 0.5)
     return Workload(setup, jobs, aborts, resets, preemptions)
 
 

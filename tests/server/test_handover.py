@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from measure.pairs import COMPUTE, CONNECTOR, nixl_environment
+from measure.pairs import COMPUTE, CONNECTOR, HANDOVERS, nixl_environment
 from measure.serving import START_SECONDS, free_port
 from tests.inputs import new_rng
 from tests.server.serving import ChatServer, eventually, messages, serve
@@ -137,7 +137,7 @@ def outcomes(server: ChatServer) -> dict[str, float]:
     """Return the prompts that came from another server so far, by outcome."""
     poke(server)
     found: dict[str, float] = {}
-    for sample in server.samples("vllm:kv_eviction_handovers_total"):
+    for sample in server.samples(HANDOVERS):
         outcome = sample.labels["outcome"]
         found[outcome] = found.get(outcome, 0) + sample.value
     return found
@@ -277,6 +277,10 @@ def test_each_option_is_that_of_one_server(pair: tuple[ChatServer, ChatServer]) 
     several = handed_over(prefill, decode, body_of(8, n=2, temperature=1))
     first, second = (each["token_ids"][:5] for each in several["choices"])
     assert first != second
+    # vLLM checks the type of the field, not of what else a client can name so.
+    body = body_of(8, xargs={"kv_transfer_params": "x"})
+    answer = httpx.post(f"{decode.url}/v1/chat/completions", json=body, timeout=SECONDS)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_transfer_params")
     check_empty(*pair)
 
 

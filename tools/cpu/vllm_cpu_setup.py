@@ -110,7 +110,7 @@ def run_torchcodec(run: Callable[[ModuleType], None], module: ModuleType) -> Non
 
 
 #: Microseconds between two looks of NIXL's thread.
-NIXL_PAUSE = 100
+NIXL_PAUSE = 1000
 
 
 def run_nixl(run: Callable[[ModuleType], None], module: ModuleType) -> None:

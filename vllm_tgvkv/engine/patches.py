@@ -353,6 +353,10 @@ def _process_request(
     defaults = _defaults[processor]
     is_checked = defaults.config.active and isinstance(params, SamplingParams)
     given = (params.extra_args or {}) if is_checked else {}
+    if not isinstance(transfer := given.get(_TRANSFER), dict | None):
+        # It may come in `vllm_xargs`; a connector of vLLM would end the engine.
+        message = f"{_TRANSFER} must be an object, got {transfer!r}"
+        raise VLLMValidationError(message, parameter=_TRANSFER)
     if is_checked:
         try:
             block_size = processor.vllm_config.cache_config.block_size

@@ -132,6 +132,7 @@ def _arguments(folder: Path, arm: Mapping[str, Any]) -> dict[str, list[str]]:
         "block-size": BLOCK_SIZE,
         "max-num-seqs": 32,
         "enforce-eager": True,
+        "mm-processor-cache-gb": 0.25,  # no image comes twice, and four servers share the memory
         **arm,
     }
     pools = {"prefill": 6 * POOL, "decode": POOL}

@@ -474,7 +474,7 @@ def test_a_small_pool(folder: Path, pair: tuple[ChatServer, ChatServer], tmp_pat
     """Requests whose prompts came from another server are preempted, and computed again."""
     bodies = [body_of(number, max_tokens=250) for number in range(70, 74)]
     early = computed(pair[0], bodies[0])  # for a decode server that ends before it is asked
-    with server(folder, tmp_path / "log", flags=["--num-gpu-blocks-override", "32"]) as decode:
+    with server(folder, tmp_path / "log", flags=["--num-gpu-blocks-override", "34"]) as decode:
         alone = [post(decode, body)["choices"] for body in bodies]
         assert post(decode, {**bodies[0], "kv_transfer_params": early})["choices"] == alone[0]
         with counting(decode, received=len(bodies)), ThreadPoolExecutor(len(bodies)) as pool:

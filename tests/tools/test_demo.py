@@ -185,7 +185,6 @@ needs_weights = pytest.mark.skipif(
 )
 
 
-@pytest.mark.nightly
 @needs_weights
 @pytest.mark.engine
 @pytest.mark.slow

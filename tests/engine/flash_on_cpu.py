@@ -168,7 +168,8 @@ def pretend(
 def use_worker(monkeypatch: pytest.MonkeyPatch, worker_cls: str) -> None:
     """Make engines with eviction start this worker, with what the platform CUDA can do."""
     cuda = replace(platforms.CUDA, worker_cls=worker_cls, attention_backend="CPU_ATTN")
-    platform = replace(cuda, has_other_backends=False, skips_hidden_keys=True)
+    host = {"skips_hidden_keys": True, "cache_is_on_host": True}
+    platform = replace(cuda, has_other_backends=False, **host)
     monkeypatch.setattr(platforms, "CPU", platform)
 
 

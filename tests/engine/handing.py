@@ -54,6 +54,14 @@ class Remote:
         found: list[Served] = self._call("run", asks, parameters, sampling)
         return found
 
+    def fail(self) -> None:
+        """Let every eviction from now on fail on the worker."""
+        self._call("fail")
+
+    def hang_up(self, ask: Ask, parameters: Any) -> None:
+        """Send a request whose client hangs up while its first step runs."""
+        self._call("hang_up", ask, parameters)
+
     def counters(self) -> dict[str, Any]:
         """Return the counters once every block is free again."""
         found: dict[str, Any] = self._call("counters")
@@ -134,7 +142,31 @@ def _listen(connection: Connection, running: SteppedEngine) -> None:
         name, *rest = connection.recv()
         if name == "end":
             return
-        connection.send(_run(running, *rest) if name == "run" else _counters(running))
+        do = {"run": _run, "counters": _counters, "fail": _fail, "hang_up": _hang_up}[name]
+        connection.send(do(running, *rest))
+
+
+def _fail(running: SteppedEngine) -> None:
+    from vllm_tgvkv.worker.observation import PromptObservation
+
+    def gather(*_: Any) -> None:
+        raise RuntimeError("made up")
+
+    PromptObservation.gather = gather  # type: ignore[method-assign,assignment]
+
+
+def _hang_up(running: SteppedEngine, ask: Ask, parameters: Any) -> None:
+    from dataclasses import replace
+
+    running.add(replace(ask, xargs={**ask.xargs, "kv_transfer_params": parameters}))
+    core: Any = running.engine.engine_core.engine_core
+    (name,) = running.scheduler.requests
+    # vLLM looks for such requests between a step and its outputs.
+    core._process_aborts_queue = lambda: core.abort_requests([name])
+    running.engine.step()
+    del core._process_aborts_queue
+    assert name in running.scheduler.requests, "its blocks may still be written"
+    running.engine.abort_request([name], internal=True)
 
 
 def _run(

@@ -8,6 +8,7 @@ together in pools that are too small for all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from measure.pairs import COMPUTE
+from measure.serving import free_port
 from tests.engine.handing import Remote, Served, engine_process
 from tests.engine.questions import DEBUG, album
 from tests.engine.running import Ask, engine
@@ -88,6 +90,37 @@ def test_answers_are_of_one_engine(
                     assert report[name] == expected[name], name
         assert prefill.counters()["handovers"] == {"sent": 2 * len(given)}
         assert decode.counters()["handovers"] == {"received": 2 * len(given)}
+
+
+def test_what_fails_or_ends_in_between(tiny_model: Callable[..., Path]) -> None:
+    """Failed evictions are not read, and no first token is lost or block given back twice."""
+    folder, one = tiny_model("llava", image_size=112), asks()[0]
+    # One step computes a prompt, and the pool holds two that come.
+    computing = {**OPTIONS, "max_model_len": 384}
+    decoding = {**computing, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 15}
+    later = {**SETTINGS, "decode": {"schedule": [[WAIT, 0.4], [15, 0.39]]}}
+    with (
+        engine_process(folder, later, **computing) as prefill,
+        engine_process(folder, later, **decoding) as decode,
+    ):
+        (alone,) = prefill.run([one], [None])
+        many = [album(seed, 40, 170, max_tokens=40, xargs=xargs("reach")) for seed in range(4)]
+        assert all(len(each.tokens) == 40 for each in pass_on(prefill, decode, many))
+        (found,) = prefill.run([one], [COMPUTE], max_tokens=1)
+        elsewhere = {"remote_engine_id": "silent", "remote_port": free_port()}
+        decode.hang_up(one, {**found.parameters, **elsewhere})
+        # The decode server evicts nothing, and its first token is the answer's last.
+        (found,) = prefill.run([one], [COMPUTE], max_tokens=1)
+        stock = replace(one, xargs=xargs("none"))
+        (expected,) = decode.run([stock], [None], max_tokens=WAIT + 2)
+        (answer,) = decode.run([stock], [found.parameters], max_tokens=WAIT + 2)
+        assert answer.tokens == expected.tokens
+        prefill.fail()
+        (found,) = prefill.run([one], [COMPUTE], max_tokens=1)
+        (answer,) = decode.run([one], [found.parameters])
+        assert answer.tokens == alone.tokens
+        counted = decode.counters()["handovers"]
+        assert counted == {"received": len(many), "refused": 2}
 
 
 def test_prompts_in_a_store_are_cut_like_computed_ones(

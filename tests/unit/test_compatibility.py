@@ -427,6 +427,10 @@ CHANGED = [
     on_gpu("flash_attn_version 4 yet: use 3 on Hopper GPUs and 2", **flash(flash_attn_version=4)),
     on_gpu("bidirectional attention over image tokens", model="prefix"),
     on_gpu(
+        "NixlConnector (--kv-transfer-config) with kv_buffer_device cpu on this platform ... leave",
+        kv_transfer_config={**CONNECTOR, "kv_connector": "NixlConnector"},
+    ),
+    on_gpu(
         "heads of 512 values in layers with full attention on this platform ... serve a model "
         "with at most 256",
         {"model_config.model_arch_config.is_mm_prefix_lm": False},

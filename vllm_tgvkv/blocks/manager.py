@@ -190,8 +190,9 @@ class EvictingManager(FullAttentionManager):
             # request would take in every step.
             num_held = len(self.req_to_blocks[request_id])
             return max(-(-num_tokens // self.block_size) - num_held, 0)
-        if apply_admission_cap and cut:
-            # A request that waits for its answer has room for it, and for the fresh blocks.
+        if apply_admission_cap and cut and request_id not in self.req_to_blocks:
+            # A request that waits for its answer has room for it, and for the fresh blocks. One
+            # whose region has arrived waits no longer: all might wait for each other's blocks.
             num_tokens = max(num_tokens, cut.at)
         kwargs["apply_admission_cap"] = apply_admission_cap
         num_blocks = super().get_num_blocks_to_allocate(
@@ -485,7 +486,7 @@ class EvictingManager(FullAttentionManager):
             # vLLM frees the last ones first, and those are the first to be taken again. So a server
             # that reads too late finds another header before it finds other keys.
             blocks.extend(compression.reserved)
-            blocks.extend(compression.header)
+            blocks.extend(reversed(compression.header))
             compression.reserved, compression.num_retained, compression.header = (), 0, ()
             compression.arriving = None
             compression.was_cut, compression.given_back = False, ()

@@ -88,8 +88,9 @@ class Headers:
         offsets, positions_of = numbers.split(
             [shape.num_pairs + 1, len(numbers) - shape.num_pairs - 1]
         )
-        # What arrived is not trusted with the bounds of the region.
+        # What arrived is not trusted with the bounds of the region, or of the row.
         offsets = offsets.clamp(0, num_blocks * shape.num_pairs)
+        positions_of = positions_of.clamp(0, num_replaced * shape.block_size - 1)
         regions.add(request_id, region_blocks[0], num_blocks, num_replaced, offsets)
         if positions:
             blocks = async_tensor_h2d(list(region_blocks), self._blocks.device)

@@ -82,7 +82,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
         *_summary_refusals(vllm_config, config),
         *_recall_refusals(vllm_config, config, platform),
         *_draft_refusals(vllm_config, platform),
-        *_connector_refusals(vllm_config, config),
+        *_connector_refusals(vllm_config, config, platform),
         *_rank_refusals(vllm_config, config, platform),
         *_replica_refusals(vllm_config, platform),
         *_expert_refusals(vllm_config, platform),
@@ -342,7 +342,9 @@ def _recall_refusals(
     )
 
 
-def _connector_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tuple[Refusal, ...]:
+def _connector_refusals(
+    vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
+) -> tuple[Refusal, ...]:
     """List what KV connectors do not run with."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer is None:
@@ -365,6 +367,12 @@ def _connector_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tupl
             name not in CONNECTORS,
             what,
             f"use one of {', '.join(CONNECTORS)}",
+        ),
+        (
+            # vLLM copies the blocks of a step's tokens there, and none of a region.
+            transfer.kv_buffer_device == "cpu" and not platform.cache_is_on_host,
+            f"{what} with kv_buffer_device cpu on this platform",
+            "leave kv_buffer_device out",
         ),
         *((is_refused, f"{what} {where}", remove) for is_refused, where in cases),
     )

@@ -33,6 +33,8 @@ class Platform:
     """Whether keys in front of a window are never read. Others are, with a weight of 0."""
     ignores_image_prefixes: bool = False
     """Whether vLLM's attention is causal inside images as well, for every model."""
+    cache_is_on_host: bool = False
+    """Whether a KV connector reads the cache itself where it has buffers on the host."""
     quantised_caches: tuple[str, ...] = ()
     """Values of `--kv-cache-dtype` for caches that are quantised."""
     supports_model_runner_v2: bool = True
@@ -48,6 +50,7 @@ CPU = Platform(
     supports_drafts=True,
     recall_tiers=("memory", "file"),
     skips_hidden_keys=True,
+    cache_is_on_host=True,
     ignores_image_prefixes=True,
     quantised_caches=tuple(FP8),
     supports_model_runner_v2=False,

@@ -66,6 +66,8 @@ class _Delivery:
 
     request: Request
     tokens: list[int]
+    is_all: bool
+    """Whether the answer ends with them."""
     stats: PrefillStats
     """By default the whole prompt comes from elsewhere."""
 
@@ -180,10 +182,17 @@ class Handovers:
         if request.request_id not in self._nonces:
             # Nobody could read a region without its header.
             return ([],) if self._manager.is_compressed(request.request_id) else block_ids
-        candidate = self._candidates[request.request_id]
-        if _is_answered(request) or not self._manager.is_compressed(request.request_id):
+        if not self._is_read(request):
             return ([],)
-        return (self._manager.blocks_to_send(request.request_id, candidate.num_cut),)
+        num_cut = self._candidates[request.request_id].num_cut
+        return (self._manager.blocks_to_send(request.request_id, num_cut),)
+
+    def _is_read(self, request: Request) -> bool:
+        """Return whether another server needs the blocks of a request that goes there."""
+        # After a failure its pages have any content.
+        is_cut = self._manager.is_compressed(request.request_id)
+        has_failed = self._candidates[request.request_id].has_failed
+        return is_cut and not has_failed and not _is_answered(request)
 
     def parameters(self, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
         nonce = self._nonces.get(request.request_id)
@@ -191,7 +200,7 @@ class Handovers:
             return parameters
         candidate = self._candidates[request.request_id]
         region = None
-        if not _is_answered(request) and self._manager.is_compressed(request.request_id):
+        if self._is_read(request):
             region = self._region(request.request_id, candidate, nonce)
         message = Handover(
             self._settings,
@@ -340,7 +349,7 @@ class Handovers:
         )
         stats = request.take_prefill_stats() or PrefillStats()
         stats.set(request.num_prompt_tokens, 0, request.num_prompt_tokens)
-        delivery = _Delivery(request, tokens, stats)
+        delivery = _Delivery(request, tokens, request.is_finished(), stats)
         self._deliveries.append(delivery)
         return delivery
 
@@ -449,11 +458,11 @@ class Handovers:
         deliveries, self._deliveries = self._deliveries, []
         for delivery in deliveries:
             request, scheduler = delivery.request, self._scheduler
-            if scheduler.requests.get(request.request_id) is not request:
-                continue  # aborted meanwhile
-            reason = request.get_finished_reason() if request.is_finished() else None
-            parameters = None
-            if reason is not None:
+            if request.status is RequestStatus.FINISHED_ABORTED:
+                continue  # whose blocks may still be written
+            reason = parameters = None
+            if delivery.is_all:
+                reason = request.get_finished_reason()
                 parameters, _ = scheduler._free_request(request)
             if scheduler.log_stats:
                 # Before the first token, as everywhere; vLLM ignores a later one.
@@ -462,7 +471,7 @@ class Handovers:
                 request.request_id,
                 delivery.tokens,
                 finish_reason=reason,
-                stop_reason=request.stop_reason,
+                stop_reason=request.stop_reason if delivery.is_all else None,
                 events=request.take_events(),
                 prefill_stats=delivery.stats,
                 kv_transfer_params=parameters,

@@ -137,7 +137,9 @@ def test_a_region_goes_through_its_header(
     assert (found.num_token_blocks[moved[0]], found.num_replaced[moved[0]]) == (num_retained, 9)
     if keeps_positions:
         of_blocks = found.positions.view(num_blocks, -1)[moved]
-        assert of_blocks.view(-1, block_size).equal(positions.int())
+        # Tokens of the nine blocks that it replaces, whatever has arrived.
+        positions = positions.int().clamp(0, 9 * block_size - 1)
+        assert of_blocks.view(-1, block_size).equal(positions)
 
 
 @pytest.mark.parametrize("number", [-5, 10**6])

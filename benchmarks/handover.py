@@ -32,7 +32,7 @@ from evaluation.load_results import Reply
 from measure.engines import MACHINE
 from measure.pairs import COMPUTE, CONNECTOR, Pair, served_apart
 from measure.samples import Scraper
-from measure.serving import ServingError, flags
+from measure.serving import ServingError, flags, log_errors
 from measure.smollm import WeightsMissingError
 from measure.text_tasks import TRAINING
 from reader.assemble import load_vocabulary, page_model_folder
@@ -114,13 +114,8 @@ def handover(bench: Bench) -> Iterator[Line]:
         *(openai.OpenAIError, httpx.HTTPError, ExceptionGroup),
     ) as error:
         cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-        raise RemoteError(f"{type(cause).__name__}: {cause}; {_complaint(logs)}") from error
-
-
-def _complaint(logs: Path) -> str:
-    """Return the last error that a server has written."""
-    lines = [line for log in logs.glob("*/*.log") for line in log.read_text().splitlines()]
-    return next((line for line in reversed(lines) if "ERROR" in line), "no server wrote an error")
+        said = "; ".join(log_errors(log) for log in logs.glob("*/*.log"))
+        raise RemoteError(f"{type(cause).__name__}: {cause}; {said}") from error
 
 
 def _arguments(folder: Path, arm: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -33,6 +33,8 @@ class Served:
     first: list[int]
     """The tokens of its first output."""
     parameters: dict[str, Any]
+    num_cached: int
+    """Prompt tokens that were not computed, as the answer's usage says."""
 
 
 class Remote:
@@ -196,6 +198,7 @@ def _run(
             list(finished[name].outputs[0].token_ids),
             first[name],
             finished[name].kv_transfer_params or {},
+            finished[name].num_cached_tokens,
         )
         for name in names
     ]

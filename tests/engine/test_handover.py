@@ -50,7 +50,9 @@ def xargs(method: str) -> dict[str, Any]:
 def pass_on(prefill: Remote, decode: Remote, given: list[Ask], **sampling: Any) -> list[Served]:
     """Let one engine compute prompts, and the other decode them, as a router does."""
     first = prefill.run(given, [COMPUTE] * len(given), **{**sampling, "max_tokens": 1})
-    return decode.run(given, [each.parameters for each in first], **sampling)
+    found = decode.run(given, [each.parameters for each in first], **sampling)
+    assert [each.num_cached for each in found] == [each.num_cached for each in first]
+    return found
 
 
 SCHEDULE = {"decode": {"schedule": [[WAIT, 0.4], [15, 0.2], [30, 0.1]]}}
@@ -106,15 +108,16 @@ def test_what_fails_or_ends_in_between(tiny_model: Callable[..., Path]) -> None:
         (alone,) = prefill.run([one], [None])
         many = [album(seed, 40, 170, max_tokens=40, xargs=xargs("reach")) for seed in range(4)]
         assert all(len(each.tokens) == 40 for each in pass_on(prefill, decode, many))
-        (found,) = prefill.run([one], [COMPUTE], max_tokens=1)
-        elsewhere = {"remote_engine_id": "silent", "remote_port": free_port()}
-        decode.hang_up(one, {**found.parameters, **elsewhere})
         # The decode server evicts nothing, and its first token is the answer's last.
         (found,) = prefill.run([one], [COMPUTE], max_tokens=1)
         stock = replace(one, xargs=xargs("none"))
         (expected,) = decode.run([stock], [None], max_tokens=WAIT + 2)
         (answer,) = decode.run([stock], [found.parameters], max_tokens=WAIT + 2)
         assert answer.tokens == expected.tokens
+        prefill.counters()  # it was told, and holds nothing, long before its lease is over
+        (found,) = prefill.run([one], [COMPUTE], max_tokens=1)
+        elsewhere = {"remote_engine_id": "silent", "remote_port": free_port()}
+        decode.hang_up(one, {**found.parameters, **elsewhere})
         prefill.fail()
         (found,) = prefill.run([one], [COMPUTE], max_tokens=1)
         (answer,) = decode.run([one], [found.parameters])

@@ -25,7 +25,7 @@ from vllm_tgvkv.shared.handover import (
 )
 
 REGION = Region(500, 3, 2, 15, 1, new_nonce())
-MESSAGE = Handover("0a1b", 1, "reach", "f" * 32, (1, 2, 3, 4, 5), REGION)
+MESSAGE = Handover("0a1b", 1, "reach", "f" * 32, (1, 2, 3, 4, 5), 16, REGION)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
@@ -61,6 +61,7 @@ def test_a_forged_message_is_refused_or_of_the_right_types(
     assert all(type(text) is str for text in (found.settings, found.method, found.prompt))
     assert all(type(token) is int for token in found.tokens)
     assert found.num_ranks > 0
+    assert found.num_cached >= 0
     if region is not None:
         numbers = (*region.nonce, region.at, region.num_planned, region.num_replaced)
         assert all(type(number) is int for number in numbers)

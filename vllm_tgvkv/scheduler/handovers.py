@@ -98,6 +98,8 @@ class Handovers:
         """Of requests that go to another server."""
         self._coming: dict[str, Region] = {}
         """Regions whose blocks are not here yet."""
+        self._given_back: set[str] = set()
+        """Requests whose blocks on another server are not read."""
         self._deliveries: list[_Delivery] = []
         self._arriving: list[Arrival] = []
         self._arrived: list[str] = []
@@ -208,6 +210,7 @@ class Handovers:
             candidate.options.policy,
             digest_of(request),
             tuple(request.output_token_ids),
+            candidate.num_cached,
             region,
         )
         if region is not None:
@@ -239,24 +242,24 @@ class Handovers:
         parameters = request.kv_transfer_params = dict(parameters)
         # It reads nothing, unless the message is for this request.
         parameters["do_remote_prefill"] = False
-        policy = options.policy
+        policy, region = options.policy, None
         try:
             message = Handover.parse(parameters.pop(KEY))
+            region = message.region
             self._check(request, message)
         except HandoverError as error:
+            self._give_back(request, region)
             self._refuse(request, policy, "refused", str(error))
             return
         report = parameters.pop(CONFIG_KEY, None)
-        region = message.region
         delivery = self._append(request, message)
         if request.is_finished():
-            # The other server learns that it may free its blocks, if it holds any.
-            is_held = region is not None and self._missing(region, parameters) is None
-            parameters["do_remote_prefill"] = is_held
+            self._give_back(request, region)
             self._records.counters.handed_over(policy, "answered")
             return
         problem = self._problem(request, options, region, parameters)
         if region is None or problem is not None:
+            self._give_back(request, region)
             delivery.stats.set(request.num_prompt_tokens, 0, 0)
             self._refuse(request, policy, "refused", problem or "")
             return
@@ -286,6 +289,8 @@ class Handovers:
             raise HandoverError("it is about another prompt, or a model of another path")
         if not _may_begin_elsewhere(request):
             raise HandoverError("the answer can not begin elsewhere")
+        if message.num_cached > request.num_prompt_tokens:
+            raise HandoverError(f"{message.num_cached} prompt tokens were cached")
         if max(message.tokens) >= self._vllm_config.model_config.get_vocab_size():
             raise HandoverError("a token is not in the vocabulary")
         params = request.sampling_params
@@ -338,6 +343,16 @@ class Handovers:
             return f"{', '.join(_REMOTE)} are expected"
         return None
 
+    def _give_back(self, request: Request, region: Region | None) -> None:
+        """Let the other server free the blocks that it holds for a request, if it holds any.
+
+        The connector tells it so, as it does after a hit of the whole prompt, see `limit`.
+        """
+        parameters = request.kv_transfer_params or {}
+        if region and self._reads_blocks and self._missing(region, parameters) is None:
+            parameters["do_remote_prefill"] = True
+            self._given_back.add(request.request_id)
+
     def _append(self, request: Request, message: Handover) -> _Delivery:
         """Append the answer so far, as far as vLLM does not stop it before, and deliver it.
 
@@ -349,6 +364,8 @@ class Handovers:
         )
         stats = request.take_prefill_stats() or PrefillStats()
         stats.set(request.num_prompt_tokens, 0, request.num_prompt_tokens)
+        # What the client reads in the answer's usage.
+        stats.num_cached_tokens = message.num_cached
         delivery = _Delivery(request, tokens, request.is_finished(), stats)
         self._deliveries.append(delivery)
         return delivery
@@ -366,6 +383,8 @@ class Handovers:
         return request_id in self._coming
 
     def limit(self, request: Request, num_local: int, num_found: int) -> int:
+        if request.request_id in self._given_back:
+            return 0
         candidate = self._candidates.get(request.request_id)
         if candidate is None or self.is_coming(request.request_id):
             return num_found
@@ -484,6 +503,7 @@ class Handovers:
         """Drop a request that ended; its blocks may still be read."""
         self._nonces.pop(request_id, None)
         self._coming.pop(request_id, None)
+        self._given_back.discard(request_id)
 
 
 def journey_of(options: RequestOptions) -> RequestOptions:

@@ -70,6 +70,8 @@ class Handover:
     """Digest of the prompt, see `digest_of`."""
     tokens: tuple[int, ...]
     """The answer so far. It was computed over the whole prompt."""
+    num_cached: int
+    """Prompt tokens that the sender has not computed, for the answer's usage."""
     region: Region | None
     """None if the answer ended before its cut, so that nothing has to travel."""
 
@@ -112,6 +114,7 @@ def _check(message: Handover) -> None:
         raise HandoverError("settings, method and prompt are texts")
     _check_counts(message.tokens, 0, (1 << 31) - 1)
     _check_counts([message.num_ranks], 1, 1 << 16)
+    _check_counts([message.num_cached], 0, (1 << 31) - 1)
     if not 1 <= len(message.tokens) <= _MOST_TOKENS:
         raise HandoverError(f"{len(message.tokens)} tokens of an answer")
     region = message.region

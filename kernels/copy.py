@@ -23,33 +23,6 @@ def as_integers(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
 
 
-def slots_of_positions(
-    positions: Tensor, offsets: Tensor, old_blocks: Tensor, num_pairs: int
-) -> Tensor:
-    """Return where the tokens of an uncompressed prompt lie: the sources of `copy_kept`.
-
-    With M pairs, the token at position j of pair p is in pool page `old_blocks[j // N]*M + p`,
-    slot `j % N`.
-
-    Args:
-        positions: int32 or int64 `[k*M, N]`, from
-            `select_tokens`.
-        offsets: int32 or int64 `[M + 1]`; pair p has rows `offsets[p] .. offsets[p + 1] - 1` of
-            `positions`. Later rows have no pair, and get slots without meaning.
-        old_blocks: int32 or int64 `[t0]`, the prompt's full blocks in order.
-        num_pairs: M.
-
-    Returns:
-        int64 `[k*M, N]`, page * N + slot.
-    """
-    block_size = positions.shape[1]
-    rows = torch.arange(len(positions), device=positions.device)
-    pair = torch.searchsorted(offsets, rows, right=True).sub_(1).clamp_(max=num_pairs - 1)
-    blocks = old_blocks.long().index_select(0, (positions // block_size).flatten())
-    pages = blocks.view_as(positions).mul_(num_pairs).add_(pair[:, None])
-    return pages.mul_(block_size).add_(positions % block_size)
-
-
 def copy_kept(
     key_pages: Tensor,
     value_pages: Tensor,
@@ -74,8 +47,8 @@ def copy_kept(
     Args:
         key_pages: `[num_pool_pages, N, D]`, logical view of the whole pool; any strides.
         value_pages: `[num_pool_pages, N, D_v]`, likewise.
-        sources: int64 `[k*M, N]`, slots of the pool outside the new blocks; of an uncompressed
-            prompt, from `slots_of_positions`.
+        sources: int32 or int64 `[k*M, N]`, slots of the pool outside the new blocks, from
+            `kept_slots`.
         offsets: int32 or int64 `[M + 1]` from
             `page_offsets`.
         new_blocks: int32 or int64 `[k]`.
@@ -88,7 +61,7 @@ def copy_kept(
     num_pages, block_size, _ = key_pages.shape
     check("value_pages", value_pages, (num_pages, block_size, "D"))
     check("new_blocks", new_blocks, ("k",), INTEGERS)
-    check("sources", sources, (len(new_blocks) * pairs, block_size), (torch.int64,))
+    check("sources", sources, (len(new_blocks) * pairs, block_size), INTEGERS)
     check("offsets", offsets, (pairs + 1,), INTEGERS)
     if gpu.runs(key_pages):
         from vllm_tgvkv.kernels.gpu import copy as triton_copy
@@ -106,7 +79,7 @@ def copy_kept(
         target = new_blocks.long()[region // pairs] * pairs + region % pairs
         # How many pages pairs own is known on the device only: the others are copied to themselves.
         is_owned = (region < offsets[-1])[:, None]
-        chunk = torch.where(is_owned, chunk, target[:, None] * block_size + slots)
+        chunk = torch.where(is_owned, chunk.long(), target[:, None] * block_size + slots)
         source = chunk // block_size, chunk % block_size
         # How many tokens change their slots is known from the data only: this is for CPUs.
         if sources.is_cpu and _copy_pages(pools, target, *source):

@@ -28,7 +28,8 @@ def merge_evicted(
     A candidate belongs to the kept candidate of its (layer, head) that is nearest in position, the
     lower one of two; a kept candidate belongs to itself. The tail is neither merged nor merged
     into. Call this after `copy_kept` of the same tokens; a pair without pages loses its tokens, as
-    it does there. `positions` and `old_blocks` are as in `slots_of_positions`.
+    it does there. `old_blocks` are the prompt's full
+    blocks in order, and `positions` are as in `kept_slots`.
 
     Means are float32 and add their tokens in the order of the prompt, on every device: a cluster is
     a range of positions, so no two programs add to one sum. Equal calls give equal bits.

@@ -15,9 +15,10 @@ from torch import Tensor
 from benchmarks.gpu.cache import CompressedCache
 from benchmarks.gpu.timing import seconds_per_call
 from vllm_tgvkv.kernels.apportion import apportion
-from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
+from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.kernels.ragged import kept_slots, whole_tables
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
 from vllm_tgvkv.kernels.statistics import Scratch, observe
 
@@ -184,8 +185,9 @@ class Kernels:
         size = scores.nbytes + kept * pairs * 16 * 4
         yield Case(f"selection, {where}", choose, size, "a ranking per head, all layers")
         offsets = page_offsets(counts)
-        find = partial(slots_of_positions, choose(), offsets, ids[:blocks], pairs)
-        size = kept * pairs * 16 * (4 + 8)
+        tables = whole_tables(ids[:blocks], pairs)
+        find = partial(kept_slots, choose(), offsets, tables, None, keys.flatten(0, 3).shape[0])
+        size = kept * pairs * 16 * (4 + 4)
         yield Case(f"slots of the kept tokens, {where}", find, size, "all layers")
         move = partial(
             copy_kept, keys.flatten(0, 2), values.flatten(0, 2), find(), offsets, ids[blocks:],

@@ -41,7 +41,8 @@ def _copy_kernel(
     if page < tl.load(offsets + NUM_PAIRS):
         slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
         exists = slot < BLOCK_SIZE
-        source = tl.load(sources + page.to(tl.int64) * BLOCK_SIZE + slot, mask=exists, other=0)
+        place = page.to(tl.int64) * BLOCK_SIZE + slot
+        source = tl.load(sources + place, mask=exists, other=0).to(tl.int64)
         source = source // BLOCK_SIZE * PAGE_STRIDE + source % BLOCK_SIZE * SLOT_STRIDE
         block = tl.load(new_blocks + page // NUM_PAIRS).to(tl.int64)
         target = (block * NUM_PAIRS + page % NUM_PAIRS) * PAGE_STRIDE + slot * SLOT_STRIDE
@@ -124,7 +125,7 @@ def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
     for size, block_size, pairs in ((128, 16, 1024), (64, 128, 28), (80, 32, 288), (256, 16, 112)):
         pages = torch.empty(2, block_size, 2 * size, dtype=torch.bfloat16)
-        sources = torch.empty(pairs, block_size, dtype=torch.int64)
+        sources = torch.empty(pairs, block_size, dtype=torch.int32)
         region = torch.empty(pairs + 1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
         call = partial(copy_kept, pages[..., :size], pages[..., size:], sources, *region, pairs)
         yield from launches(__name__, f"16-bit D{size} N{block_size} M{pairs}", call)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
+from vllm_tgvkv.kernels.copy import copy_kept
+from vllm_tgvkv.kernels.ragged import kept_slots, whole_tables
 from vllm_tgvkv.kernels.select import page_offsets
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -174,23 +175,6 @@ def test_nothing_to_copy(kernels: str) -> None:
     assert_copied(make_case("joint", counts, 0, 4, 8, torch.bfloat16, kernels))
 
 
-@pytest.mark.parametrize("num_pairs", [1, 2, 17, 65])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_slots_of_an_uncompressed_prompt(num_pairs: int, dtype: torch.dtype) -> None:
-    """Pairs without pages, and pages without a pair, whose slots have no meaning."""
-    block_size, num_old, num_pages = 3, 4, 2 * num_pairs
-    dealt = torch.multinomial(torch.rand(num_pairs) ** 4, num_pages - 1, replacement=True)
-    offsets = page_offsets(dealt.bincount(minlength=num_pairs))
-    blocks = torch.randperm(1 << 20)[:num_old].to(dtype)
-    size = (num_pages, block_size)
-    positions = torch.randint(0, num_old * block_size, size, dtype=torch.int32)
-    slots = slots_of_positions(positions, offsets, blocks, num_pairs)
-    assert slots.dtype == torch.int64
-    expected = reference.slots_of_positions(positions, offsets, blocks, num_pairs)
-    assert len(expected) == num_pages - 1
-    assert slots[:-1].tolist() == expected
-
-
 def test_wrong_arguments_are_named() -> None:
     case = make_case("joint", torch.ones(1, 2).long(), 1, 4, 8, torch.float32, "cpu")
     good: dict[str, torch.Tensor] = {
@@ -202,7 +186,7 @@ def test_wrong_arguments_are_named() -> None:
     }
     for name, value in (
         ("sources", case.sources[:1]),
-        ("sources", case.sources.int()),
+        ("sources", case.sources.float()),
         ("offsets", good["offsets"][:2]),
         ("new_blocks", case.new_blocks.float()),
         ("value_pages", case.values[1:]),
@@ -229,7 +213,8 @@ def test_pools_of_more_than_2_to_the_31_values() -> None:
         pool[block * 4 : block * 4 + 4] = source[i * 4 : i * 4 + 4].to("cuda")
     offsets = page_offsets(counts)
     on_device = [tensor.to("cuda") for tensor in (positions, offsets, old)]
-    sources = slots_of_positions(*on_device, counts.numel())
+    tables = whole_tables(on_device[2].int(), counts.numel())
+    sources = kept_slots(*on_device[:2], tables, None, len(pool) * block_size)
     assert int(sources.max()) * 2 * head_size > 2**31
     copy_kept(keys, values, sources, on_device[1], new.to("cuda"), *counts.shape)
     small = torch.cat((source, torch.zeros(4, block_size, 2, head_size, dtype=torch.bfloat16)))

@@ -94,6 +94,7 @@ def recalling(num_tokens: int, num_kept: int, **recall: Any) -> tuple[EvictionCo
         evictor.prepare(lambda _: 0)
         for layer in range(SHAPE.num_layers):
             evictor.observe_layer(layer, queries, 1.0)
+        evictor.evict_stored()
     assert [type(ended).__name__ for ended in evictor.ended] == ["PendingOutcome"], evictor.ended
     return config, evictor
 

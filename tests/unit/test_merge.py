@@ -12,8 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle import kernels as reference
-from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
+from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
+from vllm_tgvkv.kernels.ragged import kept_slots, whole_tables
 from vllm_tgvkv.kernels.select import page_offsets, select_tokens
 
 LAYERS, HEADS, BLOCK_SIZE, HEAD_SIZE = 2, 3, 4, 5
@@ -43,7 +44,7 @@ class Case:
         for pool in self.pools:  # fresh blocks before the copy, too
             pool.view(len(self.blocks), -1)[self.blocks[self.num_old :]] = float("nan")
         self.region = (positions, offsets, old, self.new, LAYERS, HEADS)
-        sources = slots_of_positions(positions, offsets, old, PAIRS)
+        sources = kept_slots(positions, offsets, whole_tables(old.int(), PAIRS), None, 1 << 20)
         self.copied = (sources, offsets, self.new, LAYERS, HEADS)
         page = torch.arange(int(offsets[-1]))
         self.written = self.new[page // PAIRS] * PAIRS + page % PAIRS

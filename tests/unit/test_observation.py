@@ -15,12 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.configs import AdjustedConfig
-from tests.inputs import NoKernel, replace_kernels
+from tests.inputs import NoKernel, gates, replace_kernels
 from tests.unit.test_ranks import LAYERS, Model, both, settings, step
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.policies import gates_of
 from vllm_tgvkv.shared.plan import Observation, StepPlan
-from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan
+from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters
 from vllm_tgvkv.worker import due
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.ranks import Ranks
@@ -85,6 +86,12 @@ def observe(
     queries = torch.empty(num_tokens, NUM_HEADS, SHAPE.head_size, device="meta").bfloat16()
     evictor.begin_step(plan)
     evictor.prepare(lambda _: 0)
+    if evictor._current:
+        (seen,) = evictor._current
+    else:
+        (eviction,) = plan.evictions
+        seen = evictor._observation_of(eviction.request_id)
+        seen.begin_chunk(0, None, None, eviction)
     before = launches.torch, launches.kernel.num_launches
     with torch.inference_mode(), launches:
         for layer in range(SHAPE.num_layers - 1):
@@ -92,11 +99,11 @@ def observe(
         # Without the decision, which follows the last layer.
         if evictor._stored is not None:
             evictor._stored.store(layer + 1, queries)
-        for seen in evictor._current:
+            seen.see_stored([1.0] * SHAPE.num_layers)
+        else:
             seen.see_layer(SHAPE.num_layers - 1, queries, 1.0)
-    for seen in evictor._current:
-        assert seen.error is None
-        assert len(seen.scores) == len(seen.strengths) == SHAPE.num_layers
+    assert seen.error is None
+    assert len(seen.scores) == len(seen.strengths) == SHAPE.num_layers
     return launches.torch - before[0], launches.kernel.num_launches - before[1]
 
 
@@ -120,6 +127,57 @@ def test_an_eviction_takes_few_launches_for_each_batch_of_layers(
     assert by_triton == 4 * num_batches
     assert by_torch <= copies + 14 * num_batches
     assert by_torch + by_triton < 756 / 1.5
+
+
+@pytest.mark.parametrize(
+    ("method", "num_tokens", "most"),
+    [
+        *((method, 2000, 120) for method in ("reach", "snapkv", "adakv", "tgv", "pyramidkv")),
+        *(("reach", 8000, 270), ("snapkv", 8000, 200), ("tgv", 8000, 120)),
+        ("kvzap", 2000, 320),
+    ],
+)
+def test_a_later_cut_takes_few_launches(
+    launches: Launches, method: str, num_tokens: int, most: int
+) -> None:
+    """From the row's keys to the region's state, and nothing of it happens in the layers.
+
+    Layer by layer it would be about 1,000.
+    """
+    num_kept = num_tokens // SHAPE.block_size // 20
+    decode = {"schedule": [[0, 0.4], [16, 0.3]]}
+    fields: dict[str, Any] = {"policy": method, "decode": decode}
+    if (kind := gates_of(method)) is not None:
+        fields["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
+    config = AdjustedConfig.from_mapping(fields)
+    evictor = evictor_of(config, num_tokens)
+    plan = plan_of(config, num_tokens, stored=False)
+    (first,) = plan.evictions
+    region, fresh = first.new_blocks[:num_kept], first.new_blocks[num_kept : 2 * num_kept]
+    rows = np.arange(num_tokens - 16, num_tokens)
+    row = np.zeros_like(first.old_blocks)
+    row[:num_kept] = region
+    row[first.num_replaced :] = first.old_blocks[first.num_replaced :]
+    later = replace(
+        first,
+        voters=Voters(dict.fromkeys(first.voters.kinds, rows), rows, every_row=False),
+        old_blocks=row,
+        new_blocks=fresh,
+        stored=np.arange(1, len(rows) + 1),
+        is_first=False,
+        is_whole=False,
+    )
+    last = Observation(first.request_id, num_tokens - 1, rows[-1:], later.stored[-1:])
+    evictor.regions.add(first.request_id, int(region[0]), num_kept, first.num_replaced, 0)
+    evictor.record_decodes(64)
+    evictor.begin_step(StepPlan(observations=[last], evictions=[later]))
+    assert not evictor.has_work(single_tokens=True), "the step may be a graph"
+    before = launches.kernel.num_launches
+    with launches:
+        evictor.evict_stored()
+    assert not evictor.ended
+    assert evictor.regions.owns(first.request_id)
+    assert launches.torch + launches.kernel.num_launches - before <= most
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2, 5, 100])

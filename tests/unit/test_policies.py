@@ -32,9 +32,10 @@ from tests.unit.test_methods import (
     layout_of,
     prompt_of,
 )
-from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
+from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.page_tables import write_lengths, write_page_tables
+from vllm_tgvkv.kernels.ragged import kept_slots, whole_tables
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.statistics import observe
@@ -282,8 +283,9 @@ def run_everything(
         scored.preference(decision.counts, guarded=guard is not None)  # for a trace
         offsets = page_offsets(decision.counts)
         kept = (decision.positions, offsets, blocks[:num_old])
+        whole = whole_tables(blocks[:num_old].int(), pairs)
         target = (blocks[num_old:], LAYERS, HEADS)
-        sources = slots_of_positions(*kept, pairs)
+        sources = kept_slots(*kept[:2], whole, None, len(cache[0]) * BLOCK_SIZE)
     # The values of a CPU are at hand: its copy reads which pages stay whole.
     with nullcontext() if device == "cpu" else NoSynchronisation():
         copy_kept(*cache, sources, offsets, *target, workspace_bytes)

@@ -20,12 +20,15 @@ def random_keys() -> RaggedKeys:
     pairs, size = SHAPE.num_pairs, SHAPE.block_size
     lengths = torch.randint(size, TOKENS // 2, (pairs,), dtype=torch.int32)
     columns = int(lengths.max())
-    positions = torch.full((pairs, columns), TOKENS)
+    positions = torch.full((pairs, columns), TOKENS, dtype=torch.int32)
+    of_positions = torch.full((pairs, TOKENS), TOKENS, dtype=torch.int32)
     for pair, length in enumerate(lengths.tolist()):
-        positions[pair, :length] = torch.randperm(TOKENS)[:length]
+        order = torch.randperm(TOKENS)[:length]
+        positions[pair, :length] = order
+        of_positions[pair, order] = torch.arange(length, dtype=torch.int32)
     width = -(-columns // size)
     tables = torch.randperm(pairs * width).view(pairs, width).int()
-    return RaggedKeys(tables[:, 0], tables, lengths, TOKENS, SHAPE, positions)
+    return RaggedKeys(tables[:, 0], tables, lengths, TOKENS, SHAPE, positions, of_positions)
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -40,10 +43,9 @@ def test_tokens_keep_their_slots_unless_these_are_cut_off(number: int) -> None:
         kept.append(own[torch.randperm(len(own))[: count * size]].sort().values)
     unused = torch.full((UNUSED_PAGES * size,), 7)
     positions = torch.cat([*kept, unused]).view(-1, size).int()
-    settled = keys.settled(positions, offsets)
+    settled, sources = keys.placed(positions, offsets, False, 1 << 20)
     assert settled.dtype == positions.dtype
     assert torch.equal(settled[-UNUSED_PAGES:], positions[-UNUSED_PAGES:])
-    sources = keys.sources(settled, offsets)
     for pair, (first, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
         found = settled[first : first + count].flatten().long()
         assert torch.equal(found.sort().values, kept[pair])

@@ -173,7 +173,8 @@ class Model:
         members = slice(place * group // replicas, (place + 1) * group // replicas)
         cache = self.keys[:, :, heads].contiguous()
         pool = page_pool(cache.unbind(1), group // replicas, slots_first=True)
-        evictor = Evictor(config, pool, ranks, Stages(LAYERS))
+        scales = [HEAD_SIZE**-0.5] * LAYERS
+        evictor = Evictor(config, pool, ranks, Stages(LAYERS), scales=scales.copy)
         evictor.context.workspace_bytes = workspace_bytes
         if evictor.context.gate_outputs is not None:
             evictor.context.gate_outputs.values.copy_(self.keys[:, :, heads, :, 0].abs().neg())
@@ -183,6 +184,7 @@ class Model:
         for layer in range(LAYERS):
             queries = self.queries[layer, :, heads, members].flatten(1, 2)
             evictor.observe_layer(layer, queries, HEAD_SIZE**-0.5)
+        evictor.evict_stored()
         outcomes = evictor.take_outcomes()
         return Run(evictor, {o.request_id: o for o in (outcomes.read() if outcomes else [])})
 

@@ -51,7 +51,8 @@ class Pipeline:
             _, _, heads, group, head_size = model.queries.shape
             shape = CacheShape(size, heads, group, head_size, BLOCK_SIZE)
             pool = page_pool(cache.unbind(1), shape.group_size, slots_first=True)
-            self.evictors.append(Evictor(config, pool, Ranks(), stages))
+            scales = [head_size**-0.5] * size
+            self.evictors.append(Evictor(config, pool, Ranks(), stages, scales=scales.copy))
 
     def run(self, plan: StepPlan) -> dict[str, Outcome | Failure]:
         """Run one step, stage after stage, so every message is sent before it is received."""
@@ -63,6 +64,7 @@ class Pipeline:
             for layer in range(evictor.shape.num_layers):
                 queries = self.model.queries[evictor.stages.first_layer + layer].flatten(1, 2)
                 evictor.observe_layer(layer, queries, evictor.shape.head_size**-0.5)
+            evictor.evict_stored()
             answers.append(evictor.take_outcomes())
         assert not any(answers[:-1])
         outcomes = answers[-1].read() if answers[-1] else []

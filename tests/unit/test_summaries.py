@@ -22,7 +22,7 @@ from vllm_tgvkv.cache.row_keys import RowKeys
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import summaries as kernel
-from vllm_tgvkv.kernels.copy import copy_kept, slots_of_positions
+from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.select import page_offsets
 from vllm_tgvkv.kernels.summaries import Summary, load, log_sum_exp, merge, num_rows, store
 from vllm_tgvkv.policies import Mix, Prompt, Summaries, build_policy
@@ -140,10 +140,9 @@ class Request:
         fresh, self.blocks = self.take(filled), self.take(len(self.kinds))
         if not self.retained:
             keys = RowKeys.of_blocks(self.row, length, self.shape)
-            sources = slots_of_positions(positions, offsets, self.row[:replaced], PAIRS)
         else:
             keys = RaggedKeys.of_row(self.row, length, self.regions)
-            sources = keys.sources(positions, offsets)
+        _, sources = keys.placed(positions, offsets, True, len(self.pool.raw) * SIZE)
         copy_kept(self.pool.keys, self.pool.values, sources, offsets, fresh, *size)
         is_vision = prompt.is_vision[: replaced * SIZE]
         tokens = CutTokens(keys, is_vision, prompt.images, scores, positions, offsets)

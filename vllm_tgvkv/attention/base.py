@@ -252,10 +252,14 @@ class EvictingImpl(Generic[Rows]):
         if attn_metadata.stored_queries is not None:
             attn_metadata.stored_queries.store(self.layer, query)
         if attn_metadata.observer is not None:
-            # The cache holds quantised keys divided by their scale.
-            key_scale = layer._k_scale_float if is_quantized_kv_cache(self.kv_cache_dtype) else 1.0
-            attn_metadata.observer.observe_layer(self.layer, query, self.scale * key_scale)
+            attn_metadata.observer.observe_layer(self.layer, query, self.product_scale(layer))
         return output
+
+    def product_scale(self, layer: AttentionLayer) -> float:
+        """Return the factor of products of queries and keys as they are stored."""
+        # The cache holds quantised keys divided by their scale.
+        is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        return self.scale * layer._k_scale_float if is_quantized else self.scale
 
     def attend_ragged(
         self, rows: Rows, layer: AttentionLayer, query: torch.Tensor, output: torch.Tensor

@@ -9,7 +9,6 @@ between the two; evicted positions have no column and get zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.cache.row_keys import RowKeys
+from vllm_tgvkv.kernels.ragged import kept_slots, locate_columns
 from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 
 
@@ -29,7 +29,9 @@ class RaggedKeys(RowKeys):
     """
 
     positions: Tensor
-    """Position of each column, int64 [L * H, C]; n after a pair's last key."""
+    """Position of each column, int32 [L * H, C]; n after a pair's last key."""
+    columns: Tensor
+    """Column of each position, int32 [L * H, n]; n for evicted positions."""
 
     @classmethod
     def of_row(cls, blocks: Tensor, num_tokens: int, regions: Regions) -> RaggedKeys:
@@ -46,30 +48,17 @@ class RaggedKeys(RowKeys):
         tables = torch.zeros(*by_pair, width, dtype=torch.int32, device=device)
         regions.write_page_tables(row, seq_lens, 0, tables)
         tables, lengths = tables.view(num_pairs, width), lengths.view(num_pairs)
-        columns = torch.arange(num_columns, device=device)
-        pages = tables[:, columns // size].long()
-        # The tail ends with the row's last token in every head.
-        in_tail = columns - lengths[:, None] + num_tokens
         # Indexing by a tensor of no dimension would wait for its value.
-        first_tail = regions.num_replaced.index_select(0, row[0, :1].long()) * size
-        in_region = regions.positions[pages, columns % size].long()
-        positions = torch.where(in_tail >= first_tail, in_tail, in_region)
-        positions = torch.where(columns < lengths[:, None], positions, num_tokens)
-        return cls(blocks, tables, lengths, num_tokens, shape, positions)
+        first_tail = regions.num_replaced.index_select(0, blocks[:1]) * size
+        located = locate_columns(
+            tables, lengths, regions.positions, first_tail, num_tokens, num_columns
+        )
+        return cls(blocks, tables, lengths, num_tokens, shape, *located)
 
     @property
     def num_columns(self) -> int:
         """C."""
         return self.positions.shape[1]
-
-    @cached_property
-    def columns(self) -> Tensor:
-        """Column of each position, int64 [L * H, n]; n for evicted positions."""
-        num_tokens = self.num_tokens
-        found = self.positions.new_full((len(self.positions), num_tokens + 1), num_tokens)
-        order = torch.arange(self.num_columns, device=found.device).expand_as(self.positions)
-        found.scatter_(1, self.positions, order)
-        return found[:, :num_tokens]
 
     def present_in(self, first: int, num_layers: int, num_sets: int) -> Tensor:
         return self.columns[self.of_layers(first, num_layers, num_sets)] < self.num_tokens
@@ -77,35 +66,25 @@ class RaggedKeys(RowKeys):
     def attention(self, observed: ObservedAttention, layer: int, rows: Tensor) -> Attention:
         return RaggedAttention(observed, self, layer, rows)
 
-    def placed(self, positions: Tensor, offsets: Tensor, in_order: bool) -> tuple[Tensor, Tensor]:
+    def placed(
+        self, positions: Tensor, offsets: Tensor, in_order: bool, num_slots: int
+    ) -> tuple[Tensor, Tensor]:
         if positions.is_cpu and not in_order:
             positions = self.settled(positions, offsets)
-        return positions, self.sources(positions, offsets)
+        return positions, kept_slots(positions, offsets, self.tables, self.columns, num_slots)
 
     def candidates(self, num_candidates: int) -> tuple[Tensor, Tensor]:
-        return self.tables.long(), self.positions
+        return self.tables, self.positions
 
     def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
-        assert num_layers == 1, "layers of a compressed row are scored one by one"
-        size, pairs = self.shape.block_size, self.of_layers(layer, 1, self.shape.num_heads)
-        columns = self.columns[pairs]
+        size, pairs = self.shape.block_size, self.of_layers(layer, num_layers, self.shape.num_heads)
+        columns = self.columns[pairs].long()
         present = columns < self.num_tokens
         columns = torch.where(present, columns, 0)
         pages = self.tables[pairs].gather(1, columns // size).long()
         slots = pages.mul_(size).add_(columns % size)
         found = numbers.flatten().index_select(0, slots.flatten()).view_as(slots)
         return torch.where(present, found, 0)
-
-    def sources(self, positions: Tensor, offsets: Tensor) -> Tensor:
-        """Return the slots of kept tokens in the pool, page * N + slot, int64 [pages, N].
-
-        `positions` and `offsets` describe the new region, see `select_tokens`.
-        """
-        size, num_pairs = self.shape.block_size, self.shape.num_pairs
-        page = torch.arange(len(positions), device=positions.device)
-        pair = torch.searchsorted(offsets, page, right=True).sub_(1).clamp_(max=num_pairs - 1)
-        columns = self.columns[pair[:, None], positions.long()].clamp(max=self.num_columns - 1)
-        return self.tables[pair[:, None], columns // size].long() * size + columns % size
 
     def settled(self, positions: Tensor, offsets: Tensor) -> Tensor:
         """Return the tokens of a new region in an order that leaves most of them in their slots.
@@ -126,7 +105,7 @@ class RaggedKeys(RowKeys):
         ends = offsets.diff()[:, None] * size
         pair = torch.arange(len(ends)).repeat_interleave(offsets.diff())[:, None]
         is_kept = torch.zeros(len(ends), self.num_columns, dtype=torch.bool)
-        is_kept[pair, self.columns[pair, positions[:num_pages].long()]] = True
+        is_kept[pair, self.columns[pair, positions[:num_pages].long()].long()] = True
         is_inside = torch.arange(self.num_columns) < ends
         page = torch.arange(num_pages)[:, None] - offsets[pair]
         columns = page * size + torch.arange(size)
@@ -153,7 +132,7 @@ class RaggedAttention(Attention):
         self._own = own
         self._num_tokens = keys.num_tokens
         pairs = keys.of_layers(layer, own.num_layers, own.num_groups // own.num_layers)
-        self._positions, self._columns = keys.positions[pairs], keys.columns[pairs]
+        self._positions, self._columns = keys.positions[pairs].long(), keys.columns[pairs]
         self._rows = rows
 
     @property

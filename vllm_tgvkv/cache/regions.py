@@ -73,8 +73,8 @@ class Regions:
         """Record a request's region; `offsets` is int32 [L * H + 1] on the device."""
         self._owners[first_block] = request_id
         self._first_blocks[request_id] = first_block
-        self.num_token_blocks[first_block] = num_token_blocks
-        self.num_replaced[first_block] = num_replaced
+        self.num_token_blocks[first_block].fill_(num_token_blocks)
+        self.num_replaced[first_block].fill_(num_replaced)
         self.offsets[first_block] = offsets
         self.version += 1
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.cache.pages import CacheShape
-from vllm_tgvkv.kernels.copy import slots_of_positions
+from vllm_tgvkv.kernels.ragged import kept_slots, whole_tables
 from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 
 
@@ -34,8 +34,7 @@ class RowKeys:
     @classmethod
     def of_blocks(cls, blocks: Tensor, num_tokens: int, shape: CacheShape) -> RowKeys:
         """Return the keys of a row that was never cut, whose blocks are int32 [W]."""
-        pairs = torch.arange(shape.num_pairs, dtype=torch.int32, device=blocks.device)
-        tables = torch.add(pairs[:, None], blocks, alpha=shape.num_pairs)
+        tables = whole_tables(blocks, shape.num_pairs)
         lengths = torch.full((1,), num_tokens, dtype=torch.int32, device=blocks.device)
         return RowKeys(blocks, tables, lengths, num_tokens, shape)
 
@@ -63,26 +62,29 @@ class RowKeys:
         """
         return observed
 
-    def placed(self, positions: Tensor, offsets: Tensor, in_order: bool) -> tuple[Tensor, Tensor]:
+    def placed(
+        self, positions: Tensor, offsets: Tensor, in_order: bool, num_slots: int
+    ) -> tuple[Tensor, Tensor]:
         """Return the tokens of a new region in the order of its slots, and where they are now.
 
         Args:
             positions: int32 [pages, N]; `offsets` belong to the region, see `select_tokens`.
             in_order: whether they have to ascend in every head.
+            num_slots: of the pool.
 
         Returns:
-            Positions like `positions`, and slots of the pool, page * N + slot, int64 [pages, N].
+            Positions like `positions`, and slots of the pool, see `kept_slots`.
         """
-        return positions, slots_of_positions(positions, offsets, self.blocks, self.shape.num_pairs)
+        return positions, kept_slots(positions, offsets, self.tables, None, num_slots)
 
     def candidates(self, num_candidates: int) -> tuple[Tensor, Tensor]:
         """Return the pages of keys that hold the first tokens, and the position of each key.
 
-        Both are int64, [L * H, W'] and [L * H, C']. Keys of later tokens may be among them.
+        Both are int32, [L * H, W'] and [L * H, C']. Keys of later tokens may be among them.
         """
         width = num_candidates // self.shape.block_size
-        positions = torch.arange(num_candidates, device=self.blocks.device)
-        return self.tables[:, :width].long(), positions.expand(self.shape.num_pairs, -1)
+        positions = torch.arange(num_candidates, dtype=torch.int32, device=self.blocks.device)
+        return self.tables[:, :width], positions.expand(self.shape.num_pairs, -1)
 
     def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
         """Return numbers of some layers' keys by position, float32 [num_layers * H, n].

@@ -41,7 +41,7 @@ class GateOutputs:
         """Copy the outputs of kept tokens to the pages of a region.
 
         Args:
-            sources: int64 `[k * L * H, N]`, page * N + slot, as for the keys.
+            sources: int32 or int64 `[k * L * H, N]`, page * N + slot, as for the keys.
             blocks: the region's blocks, int32 `[k]`.
         """
         found = self.values.flatten().index_select(0, sources.flatten())

@@ -280,8 +280,8 @@ class Policy:
 
     @property
     def scores_layers_together(self) -> bool:
-        """Whether one call can score several layers; a score without attention depends on one."""
-        return self.score.rows != "none"
+        """Whether one call can score several layers; a score of nothing but places depends on one."""
+        return self.score.rows != "none" or self.score.gates is not None
 
     def scoring_bytes(self, num_rows: int) -> int:
         """Return a bound of what scoring and pooling take for each token of a token set.

@@ -68,5 +68,5 @@ RETENTIONS.add("recent_tenth", lambda: Recent(10))
 def sinks_above(prompt: Prompt, preferred: Tensor) -> Tensor:
     """Return tiers int32 `[..., P]`: 2 for sinks, 1 where `preferred` (bool), 0 elsewhere."""
     tiers = preferred.to(torch.int32)
-    tiers[..., : prompt.sinks] = 2
+    tiers[..., : prompt.sinks].fill_(2)
     return tiers

@@ -97,7 +97,7 @@ class SummaryBlocks:
 
     def add(self, first_block: int, num_token_blocks: int, number: int) -> None:
         """Record that blocks of summaries follow the blocks of tokens of a region."""
-        self.counts[first_block] = number
+        self.counts[first_block].fill_(number)
         if number:
             self._columns[first_block] = slice(num_token_blocks, num_token_blocks + number)
 
@@ -143,7 +143,7 @@ class SummaryBlocks:
         step = max(1, workspace_bytes // (of_token * tables_and_positions[1].shape[1]))
         for first in range(0, num_pairs, step):
             some = slice(first, first + step)
-            tables, positions = (of_all[some] for of_all in tables_and_positions)
+            tables, positions = (of_all[some].long() for of_all in tables_and_positions)
             candidates = positions.clamp(max=num_candidates - 1)
             of_keys = scores.flatten(0, 1)[sets[some]].gather(1, candidates)
             is_evicted = ~kept[some].gather(1, candidates) & (positions < num_candidates)

@@ -139,6 +139,7 @@ class EvictingWorker:
             pipeline_stages(len(layers), pool.raw.device),
             self.vllm_config.model_config.dtype,
             self._recaller_of(pool, layers, builder.kv_cache_spec),
+            lambda: [layer.impl.product_scale(layer) for layer in layers],
         )
         indices = {layer.layer_name: index for index, layer in enumerate(layers)}
         for layer in members:
@@ -190,7 +191,9 @@ class EvictingWorker:
         self.rows.answers = plan.answers
         for request_id, images in plan.images.items():
             self.model_runner.requests[request_id].mm_features = images
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        self.evictor.evict_stored()
+        return output
 
     def execute_dummy_batch(self) -> None:
         """Run a step without requests, which has no plan either.

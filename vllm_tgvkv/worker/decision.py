@@ -244,7 +244,7 @@ def _below_if_evicted(tiers: Tensor, present: Tensor | None) -> Tensor:
     """Return tiers in which candidates that an earlier cut evicted are below all others."""
     if present is None:
         return tiers
-    return torch.where(present, tiers + 1, torch.zeros_like(tiers))
+    return (tiers + 1) * present
 
 
 _TEXT_TIER, _SINK_TIER = 4, 8

@@ -186,11 +186,8 @@ def _layers_at_once(
     One launch for many layers saves time of the host, which only a GPU waits for. Ranks exchange
     the statistics of a token set that they share once for all of these layers.
     """
-    together = context.ranks.shares_sets(policy.granularity == "head")
-    if eviction.is_whole:
-        together = together or gpu.runs(context.pool.raw)
-    elif policy.score.gates is not None:
-        together = False  # outputs of gates are read layer by layer there, see `RaggedKeys.read`
+    shares_sets = context.ranks.shares_sets(policy.granularity == "head")
+    together = shares_sets or gpu.runs(context.pool.raw)
     if not together or not policy.scores_layers_together:
         return 1
     num_rows = len(eviction.voters.rows[eviction.first_row :])

@@ -9,13 +9,16 @@ In one forward pass, for every prompt whose eviction is due:
                        scores    -> the kept tokens, every page full
                        one copy into the fresh blocks; the region's offsets are stored
 
+Where the query pool has the queries of all observation rows, as it has after a wait and at later
+cuts, all of this follows the forward pass, which may be a graph then.
+
 Nothing here waits for the device: every size is known from the plan.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -30,7 +33,7 @@ from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.statistics import Scratch
-from vllm_tgvkv.shared.plan import ChoiceOutcome, Failure, StepPlan
+from vllm_tgvkv.shared.plan import ChoiceOutcome, Eviction, Failure, StepPlan
 from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Traces
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 from vllm_tgvkv.worker.arrivals import Arrivals
@@ -64,12 +67,15 @@ class Evictor:
         stages: Stages,
         query_dtype: torch.dtype | None = None,
         recaller: Callable[[ObserverContext], Recaller] | None = None,
+        scales: Callable[[], Sequence[float]] | None = None,
     ) -> None:
         """Make an evictor.
 
         Args:
             query_dtype: dtype of the model, by default of the cache.
             recaller: makes the part that brings evicted tokens back; None if none comes back.
+            scales: returns the factor of products of queries and stored keys by layer; 1 by
+                default.
         """
         self.config = config
         self.decode_kernel = config.decode_kernel
@@ -97,8 +103,11 @@ class Evictor:
         """The last decisions by request id (debug option `record_kept`)."""
         self.traces = Traces(config.max_traces, MAX_TRACE_BYTES)
         self._policy_of = cache(config.build_policy)  # a chunk should not build one again
+        self._scales = scales or (lambda: [1.0] * shape.num_layers)
         self._current: list[PromptObservation] = []
-        """Prompts observed in the current step."""
+        """Prompts observed in the current step, layer by layer."""
+        self._after_layers: list[Eviction] = []
+        """Evictions of the current step that need nothing of its batch."""
         self._stored: StoredQueries | None = None
         """The store of this step's queries of tokens that vote later."""
         self._decode_queries: DecodeQueries | None = None
@@ -111,6 +120,9 @@ class Evictor:
         """Take the plan of a step and its requests, before its batch is built."""
         self.plan = plan
         self._current, self._stored = [], None
+        observed = {part.request_id for part in plan.observations if part.stored is None}
+        observed |= {part.request_id for part in plan.summings}
+        self._after_layers = [e for e in plan.evictions if e.request_id not in observed]
         self.context.scratch = Scratch()  # frees the last step's buffers
         # A region that has just arrived may be released at once.
         self.arrivals.begin_step(plan.arriving, plan.arrived, plan.forgotten)
@@ -144,8 +156,9 @@ class Evictor:
 
     @property
     def _may_fail(self) -> bool:
-        """Whether methods run in this step, which may raise; storing queries does not."""
-        return bool(self.plan.summings or self.plan.evictions)
+        """Whether methods run layer by layer, which may raise; storing queries does not."""
+        plan = self.plan
+        return bool(plan.summings) or len(plan.evictions) > len(self._after_layers)
 
     def prepare(self, first_token: Callable[[str], int]) -> None:
         self._current = []
@@ -156,15 +169,13 @@ class Evictor:
             return
         observations = {part.request_id: part for part in self.plan.observations}
         summings = {part.request_id: part for part in self.plan.summings}
-        evictions = {part.request_id: part for part in self.plan.evictions}
+        after = {part.request_id for part in self._after_layers}
+        evictions = {e.request_id: e for e in self.plan.evictions if e.request_id not in after}
         self.context.num_waiting_rows = sum(
             len(part.rows) for part in self.plan.observations if part.stored is None
         )
         for request_id in dict.fromkeys([*summings, *evictions]):
-            if request_id not in self.observations:
-                new = PromptObservation(request_id, self.context, self.config, self._policy_of)
-                self.observations[request_id] = new
-            observation = self.observations[request_id]
+            observation = self._observation_of(request_id)
             observation.begin_chunk(
                 first_token(request_id),
                 observations.get(request_id),
@@ -172,6 +183,12 @@ class Evictor:
                 evictions.get(request_id),
             )
             self._current.append(observation)
+
+    def _observation_of(self, request_id: str) -> PromptObservation:
+        if request_id not in self.observations:
+            new = PromptObservation(request_id, self.context, self.config, self._policy_of)
+            self.observations[request_id] = new
+        return self.observations[request_id]
 
     def _rows_to_store(self, first_token: Callable[[str], int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that vote later and their rows of the query pool, int64 [T] each."""
@@ -192,7 +209,24 @@ class Evictor:
         for observation in self._current:
             observation.see_layer(layer, queries, scale)
         if self._current and layer == self.shape.num_layers - 1:
-            self._end_layers()
+            current, self._current = self._current, []
+            self._end_layers(current)
+
+    def evict_stored(self) -> None:
+        """Evict what needs nothing of the batch, once the step's layers have run.
+
+        Call it in every step, before its tokens are sampled: who sees them may read the regions.
+        """
+        evictions, self._after_layers = self._after_layers, []
+        if not evictions:
+            return
+        scales, self.context.num_waiting_rows = self._scales(), 0
+        with torch.inference_mode():  # as the layers run, with which it shares buffers
+            for eviction in evictions:
+                seen = self._observation_of(eviction.request_id)
+                seen.begin_chunk(0, None, None, eviction)
+                seen.see_stored(scales)
+                self._end_layers([seen])
 
     def take_outcomes(self) -> Outcomes | None:
         """Return the outcomes of this step's evictions, or None if the scheduler needs none.
@@ -202,7 +236,8 @@ class Evictor:
         """
         ended: list[PendingOutcome | PendingChoice | ChoiceOutcome | Failure]
         ended, self.ended = [*self.ended, *self._choose()], []
-        exchanges = self.stages.size > 1 and (self._may_fail or bool(self.plan.choices))
+        plan = self.plan
+        exchanges = self.stages.size > 1 and bool(plan.summings or plan.evictions or plan.choices)
         if self.recaller is not None and (exchanges or self.stages.size == 1):
             # Other stages do not know of a failed tier, and wait for no message in other steps.
             lost = self.recaller.take_failed()
@@ -233,12 +268,11 @@ class Evictor:
 
     # -- after the last layer -----------------------------------------------------------
 
-    def _end_layers(self) -> None:
+    def _end_layers(self, current: Sequence[PromptObservation]) -> None:
         """Evict the prompts that are due, and give up those that failed.
 
         Among several ranks an error waits until its prompt is due, when all of them learn of it.
         """
-        current, self._current = self._current, []
         for seen in current:
             pending = None
             if seen.due is not None:

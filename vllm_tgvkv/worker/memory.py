@@ -188,7 +188,9 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * num_parts * tokens
     choice += 6 * _key_slice(sizes, num_sets * num_parts)
     work = max(
-        _of_score(policy, sizes, num_sets) + _of_shared(policy, sizes, num_sets),
+        _of_queries(config, policy, sizes)
+        + _of_score(policy, sizes, num_sets)
+        + _of_shared(policy, sizes, num_sets),
         gathered,
         stacked + choice,
         stacked + _of_copy(policy, sizes, num_sets),
@@ -196,8 +198,8 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     )
     if config.recall is not None:
         work = max(work, _of_choice(config.recall, policy, sizes))
-    if config.keeps_positions:  # to find the keys of a compressed request, see `RaggedKeys`
-        work += 64 * shape.num_pairs * tokens
+    if config.keeps_positions:  # of a compressed request, see `RaggedKeys`
+        work += 8 * shape.num_pairs * tokens
     return {**lines, "work": work}
 
 
@@ -218,11 +220,21 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
         scratch += min(sizes.workspace_bytes, num_layers * averages)
     if "row_entropies" in queried:
         scratch += _of_layers(averages, policy, sizes) // 64
-    # Queries of the layers that wait, of all prompts, and then twice the queries of one prompt.
+    return scratch
+
+
+def _of_queries(config: EvictionConfig, policy: Policy, sizes: Sizes) -> int:
+    """Return what queries take until their layers are scored.
+
+    Those of the layers that wait, of all prompts, and then twice those of one prompt.
+    """
+    shape = sizes.shape
     row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
-    if waits:
-        scratch += min(sizes.workspace_bytes, num_layers * sizes.step_tokens * row)
-    return scratch + 2 * _of_layers(config.num_query_rows * row, policy, sizes)
+    of_prompt = 2 * _of_layers(config.num_query_rows * row, policy, sizes)
+    if not policy.scores_layers_together or policy.row_sets == ("all",):
+        return of_prompt
+    waiting = shape.num_layers * sizes.step_tokens * row
+    return min(sizes.workspace_bytes, waiting) + of_prompt
 
 
 def _of_layers(of_layer: int, policy: Policy, sizes: Sizes) -> int:
@@ -268,7 +280,7 @@ def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
     """Return what kept positions and their copy take, with a budget of 1."""
     shape, tokens = sizes.shape, sizes.max_tokens
     positions = 5 * shape.num_pairs * tokens
-    sources = 12 * shape.num_pairs * tokens  # int64, and int32 while they are computed
+    sources = 4 * shape.num_pairs * tokens  # a pool of more than 2**31 slots is never that full
     tiers = shape.num_layers * num_sets * tokens + 3 * _key_slice(sizes, num_sets)
     merging = 0
     if policy.merge:

@@ -130,6 +130,17 @@ class PromptObservation:
             if self.due is not None and (self.error is None or self._context.ranks.size > 1):
                 self._score_layer(self.due, layer, rows, scale)
 
+    def see_stored(self, scales: Sequence[float]) -> None:
+        """Observe all layers after they have run; the query pool has the queries of all rows.
+
+        `scales` are the layers', see `Observer.observe_layer`.
+        """
+        assert self.due is not None, "nothing else is observed after the layers"
+        with self.stopwatch.time("statistics"):
+            for layer, scale in enumerate(scales):
+                if self.error is None or self._context.ranks.size > 1:
+                    self._score_layer(self.due, layer, None, scale)
+
     def attempt(self, step: Callable[[], T]) -> T | None:
         """Return what `step` returns; store what a method or an allocator raises in it."""
         try:

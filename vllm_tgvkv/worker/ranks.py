@@ -128,7 +128,7 @@ class Exchanges:
         of_parts = self.gather(bits)[:: self._ranks.replicas].split(sizes, dim=1)
         gathered = []
         for values, found in zip(numbers, of_parts, strict=True):
-            by_part = found.contiguous().view(values.dtype).view(len(found), *values.shape)
+            by_part = found.view(values.dtype).unflatten(1, values.shape)
             gathered.append(by_part.transpose(0, 1).flatten(1, 2))
         return gathered
 

@@ -34,7 +34,9 @@ class RegionWriter:
         context, pool = self._context, self._context.pool
         blocks = due.new_blocks[: due.num_token_blocks]
         sizes, offsets = (pool.shape.num_layers, pool.shape.num_heads), decision.offsets
-        positions, sources = due.keys.placed(decision.positions, offsets, due.is_ordered)
+        positions, sources = due.keys.placed(
+            decision.positions, offsets, due.is_ordered, pool.keys.shape[0] * pool.keys.shape[1]
+        )
         copy_kept(pool.keys, pool.values, sources, offsets, blocks, *sizes)
         if due.policy.merge:
             replaced = due.keys.blocks[: due.eviction.num_replaced]

@@ -80,6 +80,7 @@ def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:
         evictor.prepare(lambda _: 0)
         for layer in range(shape.num_layers):
             evictor.observe_layer(layer, queries, 1.0)
+        evictor.evict_stored()
     ended: list[PendingOutcome | Failure]
     ended, evictor.ended = evictor.ended, []
     recaller, worked = evictor.recaller, not any(isinstance(part, Failure) for part in ended)

@@ -357,7 +357,12 @@ FP8 = "a quantised cache (--kv-cache-dtype fp8 ... ) on this platform yet: use .
 CHANGED = [
     changed("a model that writes by diffusion", {"model_config.hf_config.canvas_length": 64}),
     changed("microbatches", {f"{PARALLEL}enable_dbo": True}),
-    changed("sleep mode", {"model_config.enable_sleep_mode": True}),
+    changed(
+        "ExampleConnector (--kv-transfer-config) and sleep mode (--enable-sleep-mode) yet: remove "
+        "one of both flags",
+        {"model_config.enable_sleep_mode": True},
+        kv_transfer_config=CONNECTOR,
+    ),
     changed(
         "--data-parallel-backend ray, which vLLM itself does not run on CPUs yet: use "
         "--data-parallel-backend mp",
@@ -505,6 +510,7 @@ def test_what_a_gpu_serves(folder: Folder, plain: str) -> None:
     check_on_cuda(config)
     allowed = flash(backend_per_kind={"full_attention": "FLASH_ATTN"}, flash_attn_version=3)
     config = configure(plain, **allowed)
+    config.model_config.enable_sleep_mode = True  # see engine/test_sleep.py
     check_vllm_config(config, platforms.CUDA)
     for eviction in (SUMMARIES, settings(methods={"x": {"summaries": "both"}})):
         check_vllm_config(configure(plain, eviction), platforms.CPU)

@@ -374,6 +374,12 @@ def _connector_refusals(
             f"{what} with kv_buffer_device cpu on this platform",
             "leave kv_buffer_device out",
         ),
+        (
+            # Connectors register the memory that a sleeping engine gives back.
+            model.enable_sleep_mode,
+            f"{what} and sleep mode (--enable-sleep-mode)",
+            "remove one of both flags",
+        ),
         *((is_refused, f"{what} {where}", remove) for is_refused, where in cases),
     )
 
@@ -512,7 +518,7 @@ def _worker_refusals(
     vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
 ) -> tuple[Refusal, ...]:
     """List what a worker and its backend may not do."""
-    attention, model = vllm_config.attention_config, vllm_config.model_config
+    attention = vllm_config.attention_config
     ours = platform.attention_backend
     backend = attention.backend.name if attention.backend else ours
     chosen = {kind: found.name for kind, found in attention.backend_per_kind.items()}
@@ -548,7 +554,6 @@ def _worker_refusals(
             "microbatches (--enable-dbo, --ubatch-size)",
             "remove these flags",
         ),
-        (model.enable_sleep_mode, "sleep mode (--enable-sleep-mode)", "remove the flag"),
         (
             vllm_config.use_v2_model_runner and not platform.supports_model_runner_v2,
             "vLLM's model runner V2 on CPU",

@@ -105,7 +105,7 @@ test-scheduler: setup ## WORKLOADS=3000 random workloads, EXAMPLES=5000 random s
 		-k random_workloads
 	SCHEDULER_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest -qs tests/scheduler/test_states.py
 
-compile-kernels: setup ## build every Triton kernel for three GPU generations; fails on spills
+compile-kernels: setup ## build every Triton kernel for four GPU generations; fails on spills
 	$(BIN)/python -m vllm_tgvkv.kernels.gpu.compile
 
 # Without SmolLM2's weights, which cannot be downloaded everywhere, both say so and end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
+from vllm_tgvkv.kernels.gpu.compile import CAPABILITIES, TYPES, Variant, launches
 from vllm_tgvkv.kernels.gpu.paged_rows import (
     SPILL_LIMIT,
     PagedRows,
@@ -412,7 +412,9 @@ def variants() -> Iterator[Variant]:
         (bf16, 256, 2, 4, True, ("averages",)),
         (bf16, 256, 2, 4, False, ("averages",)),
         (bf16, 256, 8, 4, False, ("weights",)),
+        (bf16, 512, 8, 2, False, ("averages",)),
     ):
+        served = CAPABILITIES if head_size <= 256 else (90,)  # by vLLM
         rows = example(dtype, head_size, group, heads)
         sets = rows.num_pairs if per_head else rows.num_pairs // heads
         softmax = Softmax(*[rows.empty(rows.num_pairs, rows.number, group)] * 2)
@@ -432,5 +434,6 @@ def variants() -> Iterator[Variant]:
             chosen = {key: x for word in part.split() for key, x in options[word].items()}
             name = f"{TYPES[dtype]} D{head_size} G{group} H{rows.num_pairs // sets} {part}".strip()
             call = partial(columns_pass, *given, **chosen)
-            yield from launches(__name__, name, call, 0 if per_head else SPILL_LIMIT)
+            found = launches(__name__, name, call, 0 if per_head else SPILL_LIMIT)
+            yield from (replace(variant, capabilities=served) for variant in found)
     yield from launches(__name__, "fp32", partial(weigh, rows, averages, weights))

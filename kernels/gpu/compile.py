@@ -2,8 +2,8 @@
 """Cross-compile every kernel, without a GPU, and report registers and spills.
 
 `python -m vllm_tgvkv.kernels.gpu.compile` compiles the `variants()` of each module of this
-package for compute capabilities 8.0, 9.0 and 10.0. It fails if a kernel does not build or spills
-registers to local memory.
+package for compute capabilities 8.0, 9.0, 10.0 and 12.0. It fails if a kernel does not build or
+spills registers to local memory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,17 @@ from typing import Any
 import torch
 
 PACKAGE = "vllm_tgvkv.kernels.gpu"
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 
 #: Bytes of shared memory that a program may use; a launch with more fails.
-_SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+_SHARED_LIMIT = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
 
 TYPES = {
     torch.float64: "fp64",
@@ -63,6 +70,7 @@ class Variant:
             Triton specialises on it.
         options: of the launch, like `num_warps`.
         spill_limit: accepted bytes of spill stores; explain any value other than 0.
+        capabilities: of the GPUs that launch it, where that is not every one.
     """
 
     name: str
@@ -72,6 +80,7 @@ class Variant:
     aligned: Collection[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     spill_limit: int = 0
+    capabilities: Collection[int] = CAPABILITIES
 
     @classmethod
     def of_launch(
@@ -225,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for module in modules
         for place, variant in enumerate(module.variants())
         for cc in options.cc
+        if cc in variant.capabilities or cc not in CAPABILITIES
         if not options.only
         or options.only in f"{module.__name__}\n{variant.kernel_name}\n{variant.name}"
     ]

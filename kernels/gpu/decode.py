@@ -445,6 +445,7 @@ def variants() -> Iterator[Variant]:
         (torch.float16, 64, 32, 2, 24, 7),
         (torch.bfloat16, 80, 16, 32, 32, 1),
         (torch.bfloat16, 256, 16, 1, 26, 8),
+        (torch.bfloat16, 512, 16, 2, 10, 8),
         (torch.bfloat16, 128, 16, 8, 32, 4),
     ):
         empty = partial(torch.empty, dtype=torch.int32, device="meta")
@@ -455,8 +456,10 @@ def variants() -> Iterator[Variant]:
         state = empty(9, 1001), lengths, empty(99), empty(99), empty(99, layers * heads + 1)
         name = f"{TYPES[dtype]} D{head_size} N{block_size} G{group}"
         call = partial(decode, query, pages, pages, *state, 2, 0.1, plan, query)
-        yield from (found := launches(__name__, name, call))
-    # With two chunks, as on GPUs of capability 8.0, in place of three.
-    fewer = {**found[0].options, "num_stages": 5}
-    yield replace(found[0], name=f"{name} x5", options=fewer)
+        large, *others = launches(__name__, name, call)
+        # With two chunks, as on GPUs of capabilities 8.0 and 12.0, in place of three.
+        fewer = {**large.options, "num_stages": 5}
+        yield replace(large, name=f"{name} x5", options=fewer, capabilities=(80, 120))
+        yield replace(large, capabilities=(90, 100))
+        yield from others
     yield from launches(__name__, f"H{heads}", partial(plan_decode, lengths, plan))

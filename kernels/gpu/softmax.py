@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
+from vllm_tgvkv.kernels.gpu.compile import CAPABILITIES, TYPES, Variant, launches
 from vllm_tgvkv.kernels.gpu.paged_rows import (
     SPILL_LIMIT,
     PagedRows,
@@ -236,9 +236,12 @@ def variants() -> Iterator[Variant]:
         (torch.float16, 64, 7, 4, False),
         (torch.float16, 64, 7, 4, True),
         (torch.bfloat16, 256, 2, 4, False),
+        (torch.bfloat16, 512, 8, 2, False),
     ):
+        served = CAPABILITIES if head_size <= 256 else (90,)  # by vLLM
         rows = example(dtype, head_size, group, heads)
         subset = rows.empty(1, rows.num_keys, dtype=torch.bool) if has_subset else None
         name = f"{TYPES[dtype]} D{head_size} G{group}{' subset' * has_subset}"
         call = partial(softmax_pass, rows, Tiles.for_rows(rows), Scratch(), subset)
-        yield from launches(__name__, name, call, SPILL_LIMIT)
+        found = launches(__name__, name, call, SPILL_LIMIT)
+        yield from (replace(variant, capabilities=served) for variant in found)

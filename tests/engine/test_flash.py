@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,47 @@ def test_it_is_the_cuda_backend(evicting: SteppedEngine, monkeypatch: pytest.Mon
     evicting.run([album(70, 20, 200, max_tokens=11)])
     num_calls = shape.num_layers * 10 if kernel == "stock" else 0
     assert sequences == [shape.num_heads] * num_calls
+
+
+def test_flash_attention_4_computes_prompts(
+    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets what it takes, and no virtual sequences: these are for our kernel."""
+    rows: list[int] = []
+
+    def attend(**given: Any) -> torch.Tensor:
+        query, keys, values, out = (given[name] for name in ("q", "k", "v", "out"))
+        starts, lengths, table = (
+            given[name] for name in ("cu_seqlens_q", "seqused_k", "block_table")
+        )
+        num_rows = len(lengths)
+        # As `_flash_attn_fwd` of its `interface.py` checks, and 16 bytes for each copy.
+        assert given["fa_version"] == 4
+        assert keys.shape == values.shape
+        assert keys.shape[1:] == (32, 2, query.shape[2])
+        assert out.shape == query.shape
+        assert table.shape == (num_rows, table.shape[1])
+        assert table.stride(1) == 1
+        assert starts.shape == (num_rows + 1,)
+        for tensor in (starts, lengths, table):
+            assert tensor.dtype == torch.int32
+        for tensor in (starts, lengths):
+            assert tensor.stride(0) == 1
+        for tensor in (query, keys, values, out):
+            assert tensor.stride(-1) == 1
+            assert tensor.data_ptr() % 16 == 0
+            assert not any(stride * tensor.itemsize % 16 for stride in tensor.stride()[:-1])
+        for name in ("scheduler_metadata", "alibi_slopes", "s_aux", "mask_mod"):
+            assert given[name] is None
+        rows.append(num_rows)
+        return flash_on_cpu.attend(**given)
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend)
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 4)
+    with engine(folder, tgv("head"), max_num_batched_tokens=64, **SMALL) as running:
+        assert running.evictor.decode_kernel == "triton"
+        assert_agrees(running, oracle, ladder())
+    assert rows
 
 
 def graph_asks() -> list[Ask]:

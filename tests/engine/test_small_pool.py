@@ -239,50 +239,18 @@ def test_abort_in_every_phase(evicting: SteppedEngine, oracle: Oracle, phase: st
     assert_outputs_agree(evicting, oracle, [bystander], [finished[stays]])
 
 
-def test_pause_sleep_and_wake_up(evicting: SteppedEngine, oracle: Oracle) -> None:
-    """A paused engine continues; one whose cache was dropped computes it again.
-
-    vLLM's CPU worker keeps its memory when it sleeps, so the cache is filled with NaN instead.
-    """
-    asks: list[Ask] = []
-
-    def start(seed: int) -> list[str]:
-        # New images: vLLM loses track of an encoded image that is requested again around a
-        # reset of its caches.
-        asks[:] = [question(seed + i, 20, 140, max_tokens=40, xargs=budget(0.3)) for i in range(2)]
-        names = [evicting.add(ask) for ask in asks]
-        for _ in range(8):
-            evicting.step()
-        assert evicting.evictor.regions.num_live == 2
-        return names
-
-    names = start(70)
+def test_a_paused_engine_continues(evicting: SteppedEngine, oracle: Oracle) -> None:
+    """One whose memory was given back is in `test_sleep.py`."""
+    asks = [question(70 + i, 20, 140, max_tokens=40, xargs=budget(0.3)) for i in range(2)]
+    names = [evicting.add(ask) for ask in asks]
+    for _ in range(8):
+        evicting.step()
+    assert evicting.evictor.regions.num_live == 2
     evicting.llm.sleep(level=0, mode="keep")
     assert [o for _ in range(3) for o in evicting.engine.step()] == []
     evicting.llm.wake_up(tags=["scheduling"])
     finished = evicting.drain()
     assert_outputs_agree(evicting, oracle, asks, [finished[name] for name in names])
-
-    names = start(72)
-    evictions = evicting.counters["requests_evicted"]
-    evicting.llm.sleep(level=1, mode="keep")
-    evicting.evictor.pool.raw.fill_(float("nan"))
-    evicting.llm.wake_up()
-    finished = evicting.drain()
-    assert_outputs_agree(evicting, oracle, asks, [finished[name] for name in names])
-    assert evicting.counters["requests_evicted"] == evictions + 2
-
-    names = start(74)
-    evicting.llm.sleep(level=1, mode="abort")
-    evicting.evictor.pool.raw.fill_(float("nan"))
-    evicting.engine.output_processor.abort_requests(names, internal=False)
-    evicting.llm.wake_up()
-    evicting.assert_empty()
-    evicting.assert_forgotten()
-    evicting.evictor.pool.raw.zero_()
-    start(76)
-    evicting.drain()
-    assert_agrees(evicting, oracle, asks)
 
 
 def test_weights_are_reloaded(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Triton kernel builds for three GPU generations without spilling registers."""
+"""Every Triton kernel builds for four GPU generations without spilling registers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, reduce
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.utils import cpu_triton_utils
 from vllm.v1.executor import ray_utils
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
@@ -29,13 +30,15 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 from tests.engine import flash_on_cpu
 from tests.inputs import assert_says, head_scores, write_gates
 from vllm_tgvkv.attention.base import check_layer
-from vllm_tgvkv.config.server import CONFIG_KEY
+from vllm_tgvkv.config.server import CONFIG_KEY, config_of
 from vllm_tgvkv.engine import platforms
 from vllm_tgvkv.engine.compatibility import check_vllm_config
+from vllm_tgvkv.engine.flash_versions import flash_version
 from vllm_tgvkv.engine.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
 from vllm_tgvkv.engine.platforms import Platform
 from vllm_tgvkv.policies.head_scores import write
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
+from vllm_tgvkv.worker.decode_kernel import with_decode_kernel
 from vllm_tgvkv.worker.ranks import tensor_ranks
 
 SIZES: dict[str, Any] = {
@@ -357,7 +360,12 @@ FP8 = "a quantised cache (--kv-cache-dtype fp8 ... ) on this platform yet: use .
 CHANGED = [
     changed("a model that writes by diffusion", {"model_config.hf_config.canvas_length": 64}),
     changed("microbatches", {f"{PARALLEL}enable_dbo": True}),
-    changed("sleep mode", {"model_config.enable_sleep_mode": True}),
+    changed(
+        "ExampleConnector (--kv-transfer-config) and sleep mode (--enable-sleep-mode) yet: remove "
+        "one of both flags",
+        {"model_config.enable_sleep_mode": True},
+        kv_transfer_config=CONNECTOR,
+    ),
     changed(
         "--data-parallel-backend ray, which vLLM itself does not run on CPUs yet: use "
         "--data-parallel-backend mp",
@@ -424,15 +432,26 @@ CHANGED = [
         "use FLASH_ATTN, which is extended",
         **flash(backend_per_kind={"full_attention": "FLASHINFER"}),
     ),
-    on_gpu("flash_attn_version 4 yet: use 3 on Hopper GPUs and 2", **flash(flash_attn_version=4)),
+    on_gpu(
+        "decode_kernel: stock on FlashAttention 4 yet: use decode_kernel: auto, "
+        "--attention-config.flash_attn_version 2, or leave",
+        {"additional_config": settings(decode_kernel="stock")},
+        **flash(flash_attn_version=4),
+    ),
+    on_gpu(
+        "summaries of evicted tokens on FlashAttention 4 yet: use a method without summaries, "
+        "--attention-config.flash_attn_version 2, or leave",
+        {"additional_config": SUMMARIES},
+        **flash(flash_attn_version=4),
+    ),
     on_gpu("bidirectional attention over image tokens", model="prefix"),
     on_gpu(
         "NixlConnector (--kv-transfer-config) with kv_buffer_device cpu on this platform ... leave",
         kv_transfer_config={**CONNECTOR, "kv_connector": "NixlConnector"},
     ),
     on_gpu(
-        "heads of 512 values in layers with full attention on this platform ... serve a model "
-        "with at most 256",
+        "heads of 512 values in layers with full attention on this GPU ... use a Hopper GPU, serve "
+        "a model with at most 256",
         {"model_config.model_arch_config.is_mm_prefix_lm": False},
         model="heads of 512",
     ),
@@ -505,6 +524,7 @@ def test_what_a_gpu_serves(folder: Folder, plain: str) -> None:
     check_on_cuda(config)
     allowed = flash(backend_per_kind={"full_attention": "FLASH_ATTN"}, flash_attn_version=3)
     config = configure(plain, **allowed)
+    config.model_config.enable_sleep_mode = True  # see engine/test_sleep.py
     check_vllm_config(config, platforms.CUDA)
     for eviction in (SUMMARIES, settings(methods={"x": {"summaries": "both"}})):
         check_vllm_config(configure(plain, eviction), platforms.CPU)
@@ -653,14 +673,63 @@ def test_windows_and_shared_caches_are_for_models_that_list_windows(may_slide: b
         check_layer(SimpleNamespace(**plain | {"logits_soft_cap": 30.0}), may_slide)
 
 
-def test_flash_attention_4_is_refused_where_vllm_chooses_it() -> None:
-    """On Blackwell it is the default, which only a layer that is built shows."""
-    properties = ("alibi_slopes", "logits_soft_cap", "sinks", "kv_sharing_target_layer_name")
-    impl = SimpleNamespace(**dict.fromkeys(properties), sliding_window=(-1, -1))
-    for version in (2, 3):
-        check_layer(SimpleNamespace(**vars(impl), vllm_flash_attn_version=version))
-    with pytest.raises(UnsupportedByEvictionError, match=r"FlashAttention 4 .*version 2 or leave"):
-        check_layer(SimpleNamespace(**vars(impl), vllm_flash_attn_version=4))
+@pytest.mark.parametrize(
+    ("capability", "model", "options", "kernel"),
+    [
+        ((8, 0), "plain", {}, "stock"),
+        ((9, 0), "plain", {}, "stock"),
+        ((9, 0), "heads of 512", {}, "triton"),
+        ((9, 0), "plain", {"flash_attn_version": 4}, "triton"),
+        ((10, 0), "plain", {}, "triton"),
+        ((10, 0), "plain", {"flash_attn_version": 2}, "stock"),
+        ((10, 0), "heads of 256", {"block_size": 128}, "triton"),
+        ((10, 0), "heads of 256", {}, "triton"),
+        ((10, 0), "heads of 256", {"block_size": 32}, "blocks of 32 tokens ... --block-size 128,"),
+        ((10, 0), "heads of 256", {"block_size": 32, "flash_attn_version": 2}, "stock"),
+        ((10, 0), "heads of 512", {}, "heads of 512 values"),
+        ((12, 0), "plain", {}, "stock"),
+        ((12, 0), "heads of 512", {}, "heads of 512 values"),
+    ],
+)
+def test_the_decode_kernel_follows_vllms_choice_of_flash_attention(
+    folder: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    model: str,
+    options: dict[str, int],
+    kernel: str,
+) -> None:
+    """By vLLM's own rules, on a GPU that is pretended: before loading and once a layer is built."""
+    blocks = {"block_size": options["block_size"]} if "block_size" in options else {}
+    config = configure(folder(model), **blocks)
+    config.model_config.model_arch_config.is_mm_prefix_lm = False
+    config.attention_config.backend = None
+    config.attention_config.flash_attn_version = options.get("flash_attn_version")
+    monkeypatch.setattr(
+        type(current_platform), "get_device_capability", lambda *_: DeviceCapability(*capability)
+    )
+    # As built for every GPU: 3 for Hopper, 4 for Hopper and Blackwell's servers.
+    built = {2: range(8, 13), 3: (9,), 4: (9, 10, 11)}
+    package, module = "vllm.vllm_flash_attn", ModuleType("flash_attn_interface")
+    module.is_fa_version_supported = lambda version: capability[0] in built[version]
+    module.fa_version_unsupported_reason = lambda version: "pretended"
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, f"{package}.flash_attn_interface", module)
+    if kernel not in ("stock", "triton"):
+        assert_says(refusal_of(config, platforms.CUDA), kernel)
+        return
+    check_vllm_config(config, platforms.CUDA)
+    version, page_size = flash_version(config)
+    impl = SimpleNamespace(vllm_flash_attn_version=version, fa4_hd256=page_size is not None)
+    ours, size = config_of(config), blocks.get("block_size", page_size or 16)
+    assert with_decode_kernel(ours, impl, size).decode_kernel == kernel
+    # The process that checks settings may see no GPU: then the worker refuses.
+    if version == 4:
+        with pytest.raises(UnsupportedByEvictionError, match="stock on FlashAttention 4"):
+            with_decode_kernel(replace(ours, decode_kernel="stock"), impl, size)
+    if page_size is not None:
+        with pytest.raises(UnsupportedByEvictionError, match=r"blocks of 256 .* --block-size 128"):
+            with_decode_kernel(ours, impl, 2 * page_size)
 
 
 def test_vllm_loses_the_sampling_parameters_of_drafts_on_cpu() -> None:

@@ -370,9 +370,3 @@ def check_layer(impl: AttentionImpl, may_slide: bool = False) -> None:
                 f"--kv-eviction does not work with {what} yet: serve another model "
                 "or leave out --kv-eviction"
             )
-    # vLLM chooses the version by the GPU and by the size of a head.
-    if getattr(impl, "vllm_flash_attn_version", None) == 4:
-        raise UnsupportedByEvictionError(
-            "--kv-eviction does not work with FlashAttention 4 yet, which vLLM chose for this GPU "
-            "and model: use --attention-config.flash_attn_version 2 or leave out --kv-eviction"
-        )

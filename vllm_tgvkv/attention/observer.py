@@ -22,8 +22,8 @@ class Observer(Protocol):
     """State of compressed rows, which attention reads."""
     summaries: SummaryBlocks
     """Summaries of compressed rows, which attention reads as well."""
-    decode_kernel: Literal["stock", "triton"]
-    """The kernel that ragged rows are decoded with."""
+    decode_kernel: Literal["auto", "stock", "triton"]
+    """The kernel that ragged rows are decoded with; the worker replaces `auto`."""
 
     def record_decodes(self, max_tokens: int) -> None:
         """Store the queries of steps of single tokens through `stored_queries` from now on.

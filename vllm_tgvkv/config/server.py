@@ -277,11 +277,12 @@ class EvictionConfig:
         help="Folder of the model's gates, for `trimkv` and `dbtrimkv` or for `kvzap`, as their "
         "authors publish them.",
     )
-    decode_kernel: Literal["stock", "triton"] = setting(
-        "stock",
+    decode_kernel: Literal["auto", "stock", "triton"] = setting(
+        "auto",
         help="`stock`: vLLM's attention kernel, with a page table for every head; `triton`: the "
         "plugin's own kernel, which needs no tables (CUDA only; experimental until it has been "
-        "measured on a GPU).",
+        "measured on a GPU); `auto`: `triton` where vLLM chooses FlashAttention 4 (Blackwell), "
+        "which the log says, and else `stock`.",
     )
     max_traces: int = setting(
         32,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_tgvkv.config.server import EvictionConfig, config_of
+from vllm_tgvkv.engine.flash_versions import flash_version
 from vllm_tgvkv.engine.platforms import CPU, Platform, eviction_platform
 from vllm_tgvkv.shared.connector import CONNECTORS
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
@@ -23,6 +24,7 @@ from vllm_tgvkv.shared.layer_types import (
     text_ranges,
 )
 from vllm_tgvkv.shared.vllm_versions import block_size_before_loading, ray_skips_worker
+from vllm_tgvkv.worker.decode_kernel import refused_with
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -76,7 +78,7 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
     config, model = config_of(vllm_config), vllm_config.model_config
     for is_refused, what, way_out in (
         *_model_refusals(model),
-        *_attention_refusals(model, platform),
+        *_attention_refusals(vllm_config, config, platform),
         *_mixed_refusals(vllm_config, config, platform),
         *_cache_refusals(vllm_config, platform),
         *_summary_refusals(vllm_config, config),
@@ -175,10 +177,14 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     )
 
 
-def _attention_refusals(model: ModelConfig, platform: Platform) -> tuple[Refusal, ...]:
+def _attention_refusals(
+    vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
+) -> tuple[Refusal, ...]:
     """List the kinds of attention that a platform's backend does not compute as needed."""
-    most = platform.most_head_size
+    model, most = vllm_config.model_config, platform.most_head_size
     head_size = 0 if most is None else evicted_head_size(model)
+    is_large = most is not None and head_size > most
+    is_flash_4 = is_large and flash_version(vllm_config)[0] == 4
     return (
         (
             # Elsewhere image rows see what follows them, and the statistics are causal.
@@ -187,10 +193,16 @@ def _attention_refusals(model: ModelConfig, platform: Platform) -> tuple[Refusal
             "serve another model",
         ),
         (
-            # vLLM would take FlashAttention 4 or another backend for them.
-            most is not None and head_size > most,
-            f"heads of {head_size} values in layers with full attention on this platform",
-            f"serve a model with at most {most}",
+            # vLLM takes FlashAttention 4 for them on Hopper GPUs, and elsewhere other backends.
+            is_large and not is_flash_4,
+            f"heads of {head_size} values in layers with full attention on this GPU, where vLLM "
+            "has no FlashAttention 4 for them",
+            f"use a Hopper GPU, serve a model with at most {most}",
+        ),
+        (
+            is_flash_4 and config.recall is not None,
+            f"recall of heads of {head_size} values",
+            f"leave out recall, serve a model with at most {most}",
         ),
     )
 
@@ -297,7 +309,7 @@ def _summary_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tuple[
         return ()
     what, model = "summaries of evicted tokens", vllm_config.model_config
     way_out = "use a method without summaries and no mix with them,"
-    of_kernel = "use the setting decode_kernel: stock, a method without summaries,"
+    of_kernel = "use the setting decode_kernel: auto, a method without summaries,"
     parallel = vllm_config.parallel_config
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     is_mixed = has_windows(model.hf_text_config) or has_delta_nets(model)
@@ -310,7 +322,7 @@ def _summary_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tuple[
     )
     return (
         # This package's kernel does not return its softmax denominators.
-        (config.decode_kernel != "stock", f"{what} with decode_kernel: triton", of_kernel),
+        (config.decode_kernel == "triton", f"{what} with decode_kernel: triton", of_kernel),
         *((is_refused, f"{what} {where}", way_out) for is_refused, where in cases),
     )
 
@@ -373,6 +385,12 @@ def _connector_refusals(
             transfer.kv_buffer_device == "cpu" and not platform.cache_is_on_host,
             f"{what} with kv_buffer_device cpu on this platform",
             "leave kv_buffer_device out",
+        ),
+        (
+            # Connectors register the memory that a sleeping engine gives back.
+            model.enable_sleep_mode,
+            f"{what} and sleep mode (--enable-sleep-mode)",
+            "remove one of both flags",
         ),
         *((is_refused, f"{what} {where}", remove) for is_refused, where in cases),
     )
@@ -512,7 +530,7 @@ def _worker_refusals(
     vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
 ) -> tuple[Refusal, ...]:
     """List what a worker and its backend may not do."""
-    attention, model = vllm_config.attention_config, vllm_config.model_config
+    attention = vllm_config.attention_config
     ours = platform.attention_backend
     backend = attention.backend.name if attention.backend else ours
     chosen = {kind: found.name for kind, found in attention.backend_per_kind.items()}
@@ -534,27 +552,36 @@ def _worker_refusals(
             f"remove it or use {ours}, which is extended",
         ),
         (
-            attention.flash_attn_version in platform.refused_flash_versions,
-            f"--attention-config.flash_attn_version {attention.flash_attn_version}",
-            "use 3 on Hopper GPUs and 2 on others",
-        ),
-        (
             config.decode_kernel not in platform.decode_kernels,
             f"decode_kernel: {config.decode_kernel} on this platform",
             f"use one of: {', '.join(platform.decode_kernels)}",
         ),
+        *_flash_refusals(vllm_config, config, platform),
         (
             vllm_config.parallel_config.use_ubatching,
             "microbatches (--enable-dbo, --ubatch-size)",
             "remove these flags",
         ),
-        (model.enable_sleep_mode, "sleep mode (--enable-sleep-mode)", "remove the flag"),
         (
             vllm_config.use_v2_model_runner and not platform.supports_model_runner_v2,
             "vLLM's model runner V2 on CPU",
             "set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
     )
+
+
+def _flash_refusals(
+    vllm_config: VllmConfig, config: EvictionConfig, platform: Platform
+) -> tuple[Refusal, ...]:
+    """List what vLLM's FlashAttention does not run with, where a GPU can be asked."""
+    if not platform.has_flash_versions:
+        return ()
+    version, page_size = flash_version(vllm_config)
+    cache = vllm_config.cache_config
+    # Without the flag, vLLM chooses blocks that the kernel reads.
+    size = cache.block_size if cache.user_specified_block_size else page_size
+    refused = refused_with(config, version, page_size, size or cache.block_size)
+    return () if refused is None else ((True, *refused),)
 
 
 def _methods_with_shared_maxima(

@@ -17,7 +17,7 @@ class Platform:
     """The backend of vLLM that the plugin's backend extends; no other can be used."""
     has_other_backends: bool = True
     """Whether vLLM may choose another for some models, which it says by naming it."""
-    decode_kernels: tuple[str, ...] = ("stock",)
+    decode_kernels: tuple[str, ...] = ("auto", "stock")
     """Values of the setting `decode_kernel`."""
     supports_ray: bool = False
     """Whether Ray may start workers and engines. vLLM itself has no Ray resource for CPUs."""
@@ -28,7 +28,8 @@ class Platform:
     recall_tiers: tuple[str, ...] = ("memory",)
     """Values of the setting `recall.tier`."""
     most_head_size: int | None = None
-    """Most values of a head in layers with full attention; None if the backend takes any."""
+    """Most values of a head in layers with full attention, but for FlashAttention 4; None if the
+    backend takes any."""
     skips_hidden_keys: bool = False
     """Whether keys in front of a window are never read. Others are, with a weight of 0."""
     ignores_image_prefixes: bool = False
@@ -38,8 +39,8 @@ class Platform:
     quantised_caches: tuple[str, ...] = ()
     """Values of `--kv-cache-dtype` for caches that are quantised."""
     supports_model_runner_v2: bool = True
-    refused_flash_versions: tuple[int, ...] = ()
-    """Versions of FlashAttention that were not tried on a cache of head pages."""
+    has_flash_versions: bool = False
+    """Whether vLLM chooses among versions of FlashAttention by the GPU."""
 
 
 CPU = Platform(
@@ -58,10 +59,10 @@ CPU = Platform(
 CUDA = Platform(
     "vllm_tgvkv.worker.cuda.EvictionGPUWorker",
     "FLASH_ATTN",
-    decode_kernels=("stock", "triton"),
+    decode_kernels=("auto", "stock", "triton"),
     supports_ray=True,
     most_head_size=256,
-    refused_flash_versions=(4,),
+    has_flash_versions=True,
 )
 
 

@@ -31,6 +31,7 @@ from vllm_tgvkv.recall.tier import FileTier, MemoryTier, Tier
 from vllm_tgvkv.shared.counters import EvictionCounters
 from vllm_tgvkv.shared.plan import Eviction, Restored, StepPlan, attach_outcomes, plan_of
 from vllm_tgvkv.worker.context import ObserverContext
+from vllm_tgvkv.worker.decode_kernel import with_decode_kernel
 from vllm_tgvkv.worker.evictor import Evictor
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.worker.outcomes import Outcomes
@@ -133,7 +134,7 @@ class EvictingWorker:
             FP8.get(self.vllm_config.cache_config.cache_dtype),
         )
         self._evictor = Evictor(
-            config_of(self.vllm_config),
+            with_decode_kernel(config_of(self.vllm_config), layers[0].impl, pool.shape.block_size),
             pool,
             tensor_ranks(self.vllm_config),
             pipeline_stages(len(layers), pool.raw.device),

@@ -33,6 +33,7 @@ from vllm_tgvkv.recall.tier import PinnedTier
 from vllm_tgvkv.shared.plan import Eviction, Restored
 from vllm_tgvkv.worker.base import EvictingWorker
 from vllm_tgvkv.worker.context import WORKSPACE_BYTES
+from vllm_tgvkv.worker.decode_kernel import with_decode_kernel
 from vllm_tgvkv.worker.memory import Memory, Sizes, memory_outside_pool
 from vllm_tgvkv.worker.model_runner import RowsV1, RowsV2
 from vllm_tgvkv.worker.ranks import tensor_ranks
@@ -93,7 +94,8 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
     """Return what eviction takes outside the pool, for the specs of the evicted layers by name."""
     name, spec = next(iter(specs.items()))
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-    group_size = compilation.static_forward_context[name].impl.num_queries_per_kv
+    impl = compilation.static_forward_context[name].impl
+    group_size = impl.num_queries_per_kv
     model = vllm_config.model_config
     sizes = Sizes(
         CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size),
@@ -105,7 +107,8 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
         workspace_bytes=WORKSPACE_BYTES,
         ranks=tensor_ranks(vllm_config),
     )
-    return memory_outside_pool(config_of(vllm_config), sizes)
+    config = with_decode_kernel(config_of(vllm_config), impl, spec.block_size)
+    return memory_outside_pool(config, sizes)
 
 
 class ChangingRows:

@@ -67,7 +67,7 @@ MEASURES = {
     "handover": "n",
 }
 """Letters of what each part measures; of the others it is j."""
-LONG = ("costs", "cuts", "gain", "handover", "ranks", "recall", "steps")
+LONG = ("costs", "cuts", "gain", "handover", "methods", "ranks", "recall", "steps", "waiting")
 """Parts whose smoke run takes long; others start engines in the same way."""
 
 

@@ -187,7 +187,7 @@ needs_weights = pytest.mark.skipif(
 
 @needs_weights
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_prompts_travel_in_the_demonstration_with_two_servers() -> None:
     pytest.importorskip("nixl", reason="pip install --no-deps nixl nixl-cu12")
     pytest.importorskip("vllm_router")

@@ -280,7 +280,7 @@ class Policy:
 
     @property
     def scores_layers_together(self) -> bool:
-        """Whether one call can score several layers; a score of nothing but places depends on one."""
+        """Whether one call can score several layers; one of places alone depends on its layer."""
         return self.score.rows != "none" or self.score.gates is not None
 
     def scoring_bytes(self, num_rows: int) -> int:

@@ -20,10 +20,11 @@ from tests.unit.test_ranks import LAYERS, Model, both, settings, step
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.policies import gates_of
-from vllm_tgvkv.shared.plan import Observation, StepPlan
+from vllm_tgvkv.shared.plan import Failure, Observation, StepPlan
 from vllm_tgvkv.shared.prompt import PromptMap, VisionSpan, Voters
-from vllm_tgvkv.worker import due
+from vllm_tgvkv.worker import due, observation
 from vllm_tgvkv.worker.evictor import Evictor
+from vllm_tgvkv.worker.outcomes import PendingOutcome
 from vllm_tgvkv.worker.ranks import Ranks
 from vllm_tgvkv.worker.stages import Stages
 from vllm_tgvkv.worker.warm_up import made_up_step
@@ -221,3 +222,41 @@ def test_layers_scored_together_keep_what_each_alone_keeps(
         assert traced[0] is not None
         assert traced[1] is not None
         assert np.array_equal(traced[0].scores, traced[1].scores)
+
+
+@pytest.mark.parametrize(
+    ("part", "method", "stored"),
+    [("due_eviction", "tgv", False), ("due_eviction", "tgv", True), ("summed_rows", "h2o", False)],
+)
+def test_memory_that_runs_out_before_the_layers_fails_one_prompt(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, part: str, method: str, stored: bool
+) -> None:
+    """While the plan's parts go to the device. The other prompt of the step is evicted."""
+    config, num_tokens = EvictionConfig.from_mapping({"policy": method}), 2000
+    evictor, plan = evictor_of(config, num_tokens), StepPlan()
+    one = plan_of(config, num_tokens, stored)
+    for number, name in enumerate(("first", "second")):
+        blocks = one.evictions[0].new_blocks + number * len(one.evictions[0].new_blocks)
+        plan.observations += [replace(each, request_id=name) for each in one.observations]
+        plan.summings += [replace(each, request_id=name) for each in one.summings]
+        plan.evictions += [replace(one.evictions[0], request_id=name, new_blocks=blocks)]
+    real, calls = getattr(observation, part), []
+
+    def run_out(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("made up")
+        return real(*args)
+
+    monkeypatch.setattr(observation, part, run_out)
+    queries = torch.empty(num_tokens, NUM_HEADS, SHAPE.head_size, device="meta").bfloat16()
+    evictor.begin_step(plan)
+    with torch.inference_mode():
+        evictor.prepare(lambda _: 0)
+        for layer in range(SHAPE.num_layers):
+            evictor.observe_layer(layer, queries, 1.0)
+        evictor.evict_stored()
+    assert [type(ended) for ended in evictor.ended] == [Failure, PendingOutcome]
+    assert evictor.ended[0] == Failure("first", "OutOfMemoryError: made up")
+    assert evictor.regions.owns("first"), "a step that is scheduled ahead may read it"
+    assert not evictor.observations

@@ -225,7 +225,8 @@ class Evictor:
             for eviction in evictions:
                 seen = self._observation_of(eviction.request_id)
                 seen.begin_chunk(0, None, None, eviction)
-                seen.see_stored(scales)
+                if seen.due is not None:
+                    seen.see_stored(scales)
                 self._end_layers([seen])
 
     def take_outcomes(self) -> Outcomes | None:
@@ -299,7 +300,7 @@ class Evictor:
             self._writer.summarise(due, scored, positions, offsets)
             if self.recaller is not None:
                 self.recaller.cut(due, positions, offsets)
-        self._writer.store(due, due.num_token_blocks, offsets)
+        self._writer.store(due, offsets)
         return PendingOutcome(
             due.eviction,
             decision.num_token_blocks,
@@ -327,5 +328,5 @@ class Evictor:
         del self.observations[seen.request_id]
         seen.error = None  # its traceback refers to the observation, whose memory is freed now
         self.ended.append(Failure(seen.request_id, f"{type(error).__name__}: {error}"))
-        if seen.due is not None:
-            self._writer.store_failed(seen.due)
+        if seen.eviction is not None:
+            self._writer.store_failed(seen.eviction)

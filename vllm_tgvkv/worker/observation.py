@@ -56,8 +56,10 @@ class PromptObservation:
     ) -> None:
         self.request_id = request_id
         self.stopwatch = Stopwatch(context.device)
-        self.due: DueEviction | None = None
+        self.eviction: Eviction | None = None
         """The eviction that follows the layers of the current step."""
+        self.due: DueEviction | None = None
+        """The same with its data on the device; None if there was no memory for them."""
         self.error: Exception | None = None
         """The first exception raised for the prompt on this rank."""
         self.exchanges = Exchanges(context.ranks, context.device)
@@ -95,17 +97,33 @@ class PromptObservation:
     ) -> None:
         """Take the plan's parts for the chunk of this step; a part that it lacks is None.
 
-        `first_token` is the index of the chunk's first token in the batch's queries.
+        `first_token` is the index of the chunk's first token in the batch's queries. If there is no
+        memory for them, the prompt fails; among several ranks the others would wait for this one,
+        so the engine has to end.
         """
-        self._token_index = None
+        self._token_index = self._summed = self.due = None
+        self.eviction = eviction
+        take = partial(self._take_plan, first_token, observation, summing, eviction)
+        if self._context.ranks.size > 1:
+            take()
+        else:
+            self.attempt(take)
+
+    def _take_plan(
+        self,
+        first_token: int,
+        observation: Observation | None,
+        summing: ColumnSumChunk | None,
+        eviction: Eviction | None,
+    ) -> None:
         if observation is not None and observation.stored is None:
             index = observation.rows + (first_token - observation.chunk_start)
             self._token_index = self._context.to_device(index)
-        self._summed = None
         if summing is not None:
             per_head = self._policy_of(summing.method).granularity == "head"
             self._summed = summed_rows(summing, first_token, per_head, self._context)
-        self.due = self._due_eviction(eviction) if eviction else None
+        if eviction is not None:
+            self.due = self._due_eviction(eviction)
 
     def _due_eviction(self, eviction: Eviction) -> DueEviction:
         context = self._context

@@ -9,6 +9,7 @@ from vllm_tgvkv.cache.header import Headers
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
+from vllm_tgvkv.shared.plan import Eviction
 from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
@@ -65,24 +66,30 @@ class RegionWriter:
         blocks = due.new_blocks[due.num_token_blocks :]
         self._summaries.write(due.policy.summaries, due.summary_kinds, tokens, earlier, blocks)
 
-    def store(self, due: DueEviction, num_token_blocks: int, offsets: torch.Tensor) -> None:
+    def store(self, due: DueEviction, offsets: torch.Tensor) -> None:
         """Store the region, whose pages start at `offsets`, int32 [L * H + 1]."""
-        eviction, first_block = due.eviction, int(due.eviction.new_blocks[0])
-        self._context.regions.add(
-            eviction.request_id, first_block, num_token_blocks, eviction.num_replaced, offsets
-        )
-        self._summaries.add(first_block, num_token_blocks, len(due.summary_kinds))
+        eviction, num_token_blocks = due.eviction, due.num_token_blocks
+        self._add(eviction, num_token_blocks, len(due.summary_kinds), offsets)
         if (header := eviction.header) is not None:
             blocks = eviction.new_blocks[:num_token_blocks].tolist()
             self._headers.write(header.blocks, header.nonce, blocks, eviction.num_replaced)
 
-    def store_failed(self, due: DueEviction) -> None:
+    def _add(
+        self, eviction: Eviction, num_token_blocks: int, num_summaries: int, offsets: torch.Tensor
+    ) -> None:
+        name, first_block = eviction.request_id, int(eviction.new_blocks[0])
+        self._context.regions.add(
+            name, first_block, num_token_blocks, eviction.num_replaced, offsets
+        )
+        self._summaries.add(first_block, num_token_blocks, num_summaries)
+
+    def store_failed(self, eviction: Eviction) -> None:
         """Store a region of valid shape for an eviction that failed.
 
         Its row may be compressed already, and a step that is scheduled ahead may still read it:
         pages of any content, which nobody sees.
         """
-        shape, num_blocks = self._context.shape, due.eviction.num_retained
+        shape, num_blocks = self._context.shape, eviction.num_retained
         size = (shape.num_layers, shape.num_heads)
         pages = torch.full(size, num_blocks, device=self._context.device)
-        self.store(due, num_blocks, page_offsets(pages))
+        self._add(eviction, num_blocks, 0, page_offsets(pages))

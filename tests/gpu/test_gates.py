@@ -56,11 +56,13 @@ def exact(gate: LayerGate, begun: Tensor, size: Tensor) -> tuple[Tensor, Tensor]
     error = torch.zeros_like(begun)
     for number, (weight, offset) in enumerate(inner):
         if number:
-            error = step * (begun.abs() @ weight.T.abs())
+            error = 1.13 * error @ weight.T.abs()  # no activation is steeper
+            error += step * (begun.abs() @ weight.T.abs() + offset.abs())
             begun = begun @ weight.T
-        begun = activate(begun + offset)
+        begun = begun + offset
+        error += 2**-20 * begun.abs()  # GELU is a small difference where it is near 0
+        begun = activate(begun)
     if inner:
-        # No activation is steeper than 1.13.
         error, size = 1.13 * error @ last.T.abs(), begun.abs() @ last.T.abs()
         begun = begun @ last.T
     error += 2**-20 * (size + bias.abs())

@@ -26,6 +26,7 @@ from oracle.methods import METHODS
 from oracle.statistics import SharedSet, paged_sets
 from vllm_tgvkv.gates.folder import GateKind, Gates, write
 from vllm_tgvkv.kernels import gpu
+from vllm_tgvkv.kernels.gates import GateBuffers, LayerGate, project, store
 from vllm_tgvkv.kernels.statistics import (
     ObservedAttention,
     ObservedRows,
@@ -169,6 +170,14 @@ def gate_tensors(
             else:
                 tensors[f"{name}.linear{number + 1}.bias"] = bias
     return tensors, config
+
+
+def said_by(gate: LayerGate, hidden: Tensor) -> Tensor:
+    """Return what a gate stores of hidden states `[T, d]`: float32 `[T, H]`."""
+    buffers, pages = GateBuffers.of(gate, len(hidden)), torch.zeros(1, gate.num_heads, len(hidden))
+    project(gate, hidden, buffers)
+    store(gate, buffers, torch.arange(len(hidden)), pages)
+    return pages[0].T
 
 
 def write_gates(

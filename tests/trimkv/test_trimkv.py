@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from measure.folders import byte_tokenizer, text_sizes
 from oracle.gates import log_betas
-from tests.inputs import gate_tensors
+from tests.inputs import gate_tensors, said_by
 from tests.trimkv.environment import run_script
 from training import gates as training
 from training.data import Prompt as Tokens
@@ -148,7 +148,7 @@ def write_model(folder: Path) -> str:
 def our_numbers(peer: Peer, case: str, hidden: Tensor) -> Tensor:
     """Return log betas ``[L, H, T]`` of hidden states ``[L, T, d]``, as the engine computes."""
     loaded = peer.gates(case).load(range(LAYERS), slice(None), torch.float32, "cpu")
-    return torch.stack([loaded[layer](hidden[layer]).T for layer in range(LAYERS)])
+    return torch.stack([said_by(loaded[layer], hidden[layer]).T for layer in range(LAYERS)])
 
 
 @over_cases
@@ -268,7 +268,7 @@ def test_the_last_projection_in_bfloat16(peer: Peer) -> None:
     hidden = peer.of(case, "hidden")[1].bfloat16()
     exact = log_betas(tensors, "model.layers", 1)(1, hidden)
     (gate,) = peer.gates(case).load([1], slice(None), torch.bfloat16, "cpu").values()
-    ours, theirs = ((x - exact).abs().mean() for x in (gate(hidden), peer.of(case, "low")))
+    ours, theirs = ((x - exact).abs().mean() for x in (said_by(gate, hidden), peer.of(case, "low")))
     assert ours < theirs / 1.5
 
 

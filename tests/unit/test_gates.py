@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import sys
@@ -17,12 +18,18 @@ import torch
 from torch import nn
 
 from oracle.gates import log_betas, predicted
-from tests.inputs import assert_says, gate_tensors, gates
+from tests.inputs import assert_says, gate_tensors, gates, replace_kernels, said_by
+from tests.unit.test_memory import LiveBytes
+from tests.unit.test_observation import Launches
+from vllm_tgvkv.attention.base import EvictingImpl
+from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates import __main__ as command
 from vllm_tgvkv.gates import tap
 from vllm_tgvkv.gates.folder import Gates, write
+from vllm_tgvkv.gates.outputs import GateOutputs
+from vllm_tgvkv.kernels.gates import GateBuffers, LayerGate
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.policies.base import LayerView
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
@@ -56,7 +63,8 @@ def test_gates_say_what_their_definition_says(tmp_path: Path, form: str) -> None
             assert list(loaded) == [0, 2]
             for layer, gate in loaded.items():
                 exact = wanted(layer, hidden)[:, heads]
-                torch.testing.assert_close(gate(hidden).double(), exact, rtol=2e-5, atol=1e-5)
+                said = said_by(gate, hidden).double()
+                torch.testing.assert_close(said, exact, rtol=2e-5, atol=1e-5)
             linears = [x for gate in loaded.values() for linear in gate.linears for x in linear]
             num_heads = len(range(HEADS)[heads])
             assert sum(x.nbytes for x in linears) == found.num_bytes(2, num_heads, 4)
@@ -68,7 +76,7 @@ def test_a_linear_predictor(tmp_path: Path) -> None:
     found = Gates.read(str(tmp_path), "here")
     (gate,) = found.load([0], slice(None), torch.bfloat16, "cpu").values()
     hidden = torch.randn(9, HIDDEN).bfloat16()
-    torch.testing.assert_close(gate(hidden), hidden.float() @ weight.T + bias)
+    torch.testing.assert_close(said_by(gate, hidden), hidden.float() @ weight.T + bias)
     assert found.num_bytes(1, HEADS, 2) == weight.nbytes + bias.nbytes
 
 
@@ -85,7 +93,7 @@ def test_a_large_bias_hides_nothing_in_bfloat16(tmp_path: Path) -> None:
         read = Gates.read(str(tmp_path), "x")
         (gate,) = read.load([1], slice(None), torch.bfloat16, "cpu").values()
         # The inverse of the logarithm of the sigmoid.
-        found.append(-gate(hidden).double().neg().expm1().log())
+        found.append(-said_by(gate, hidden).double().neg().expm1().log())
     torch.testing.assert_close(found[1], found[0] + 18, rtol=0, atol=1e-4)
 
 
@@ -247,9 +255,54 @@ def test_a_rank_reads_the_gates_of_its_own_heads(
     )
     gates = Gates.read(str(tmp_path), "here")
     tap.attach_taps(nn.Linear(1, 1), layers, config, gates, part=1)
-    hidden = torch.randn(50, HIDDEN)
+    hidden, pages = torch.randn(50, HIDDEN), torch.zeros(1, HEADS // 2, 50)
     for layer, attention in enumerate(layers.values()):
         attention.impl.tap.read(hidden)
-        exact = wanted(layer, hidden)[:, HEADS // 2 :]
-        found = attention.impl.tap.outputs.double()
-        torch.testing.assert_close(found, exact, rtol=2e-5, atol=1e-5)
+        attention.impl.tap.store(torch.arange(50), pages)
+        exact = wanted(layer, hidden)[:, HEADS // 2 :].T
+        torch.testing.assert_close(pages[0].double(), exact, rtol=2e-5, atol=1e-5)
+
+
+class Stock:
+    """vLLM's attention of a layer, which stores nothing."""
+
+    def do_kv_cache_update(self, *args: object) -> None:
+        pass
+
+
+class Evicting(EvictingImpl[Any], Stock):
+    """A layer with a gate, without a model."""
+
+    def __init__(self, gate: LayerGate, buffers: GateBuffers, outputs: GateOutputs) -> None:
+        self.tap = tap.Tap(gate, buffers)
+        self._gate_pages = outputs.layers[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 64, 8192])
+@pytest.mark.parametrize("form", ["linear", "rg", "mlp", "rg10"])
+def test_a_gate_takes_two_launches_and_no_memory(
+    form: str, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, in a decode step and in a prefill: so it may be part of a graph, and vLLM's trial
+    run has measured all that it takes, which was there when the model was loaded."""
+    kernel = replace_kernels(monkeypatch)
+    sizes = {"linear": (4096, 8), "rg10": (4096, 512, 512, 8)}.get(form, (4096, 512, 8))
+    linears = tuple(
+        (torch.empty(n_out, n_in, dtype=dtype, device="meta"), torch.empty(n_out, device="meta"))
+        for n_in, n_out in itertools.pairwise(sizes)
+    )
+    gate = LayerGate(form.startswith("rg"), "gelu", linears)
+    shape = CacheShape(36, num_heads=8, group_size=4, head_size=128, block_size=16)
+    outputs = GateOutputs(9, shape, torch.device("meta"))
+    layer = Evicting(gate, GateBuffers.of(gate, 8192), outputs)
+    hidden = torch.empty(num_tokens, 4096, dtype=dtype, device="meta")
+    slots = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+    with torch.inference_mode(), Launches(kernel) as counted, LiveBytes() as live:
+        layer.tap.read(hidden)
+        layer.do_kv_cache_update(None, hidden, hidden, hidden, slots)
+    assert counted.torch + kernel.num_launches == 2
+    assert live.most == 0
+    before = kernel.num_launches
+    layer.warm_up_gate()
+    assert kernel.num_launches == before + 2

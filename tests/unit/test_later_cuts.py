@@ -274,13 +274,10 @@ class Worker:
                     cached[int(eviction.old_blocks[block]), :, :, slot] = of_token
             if evictor.context.gate_outputs is not None:
                 positions = np.arange(self.num_written, num_tokens)
-                slots = eviction.old_blocks[positions // size] * size + positions % size
-                for layer in range(shape.num_layers):
-                    said = self.model.gates[
-                        first + layer, self.heads, self.num_written : num_tokens
-                    ]
-                    outputs = evictor.context.gate_outputs
-                    outputs.store(layer, torch.from_numpy(slots).long(), said.T.contiguous())
+                said = self.model.gates[layers, self.heads, self.num_written : num_tokens]
+                place = eviction.old_blocks[positions // size], positions % size
+                values = evictor.context.gate_outputs.values
+                values[place[0], :, :, place[1]] = said.permute(2, 0, 1).to(values.dtype)
         self.num_written = num_tokens
 
     def run(self, plan: StepPlan) -> None:

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm.utils.mem_utils import MemorySnapshot, memory_profiling
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.configs import AdjustedConfig
@@ -391,6 +392,28 @@ def tensor_bytes(*owners: object) -> int:
     return sum(found.values())
 
 
+def test_vllm_counts_what_is_loaded_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So gates, which are loaded there, with their buffers, are not subtracted once more.
+
+    vLLM asks the device how much is free, before the model is loaded and after the trial run.
+    """
+    free = 100
+
+    def measure(self: MemorySnapshot) -> None:
+        self.free_memory, self.torch_peak, self.torch_memory = free, 0, 0
+
+    monkeypatch.setattr(MemorySnapshot, "measure", measure)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *args: None)
+    started = MemorySnapshot(device=torch.device("cpu"))
+    free -= 40  # the model
+    free -= 7  # the gates
+    with memory_profiling(started, weights_memory=40) as found:
+        pass
+    assert found.non_kv_cache_memory == 47
+    assert "gates" not in memory_outside_pool(settings("dbtrimkv"), SIZES).lines
+
+
 @pytest.mark.parametrize("decode", [None, CUT_AGAIN], ids=["once", "again"])
 def test_region_state_and_the_query_pool_take_what_is_set_aside(decode: Any) -> None:
     config = settings("tgv", decode=decode)
@@ -523,8 +546,6 @@ def test_the_page_has_these_formulas() -> None:
             **memory._of_recall(config, sizes),
             **memory._of_method(config, policy, sizes),
         }
-        gates = config.gates
-        weights = gates.num_bytes(SHAPE.num_layers, SHAPE.num_heads, 2) if gates else 0
         sets = SHAPE.num_heads if granularity == "head" else 1
         symbols = {
             "L": SHAPE.num_layers,
@@ -534,7 +555,6 @@ def test_the_page_has_these_formulas() -> None:
             "D": SHAPE.head_size,
             "N": SHAPE.block_size,
             "P": sizes.max_tokens,
-            "W": weights,
             "B": sizes.step_tokens,
             "R": sizes.max_rows,
             "Q": config.num_query_rows,
@@ -547,12 +567,12 @@ def test_the_page_has_these_formulas() -> None:
             "T": 3.5 * 2**30 * ("recall" in more) / (4 * SHAPE.head_size),
             "every": 5,
             **dict.fromkeys(("decode", "waits"), int(bool(more))),
-            "gates": int(gates is not None),
+            "gates": int(config.gates is not None),
         }
         checked = {name: eval(formula, {}, symbols) for name, formula in formulas.items()}
         of_block = checked.pop("region state") + checked.pop("gate outputs")
         assert of_block == memory_outside_pool(config, sizes).block_bytes
-        absent = {"gates": 0, "votes": 0, "way to the tier": checked["way to the tier"]}
+        absent = {"votes": 0, "way to the tier": checked["way to the tier"]}
         assert checked == absent | {name: found[name] for name in checked if name in found}
         assert found.keys() - checked.keys() == {"statistics", "work"}
 

@@ -195,7 +195,7 @@ class EvictingImpl(Generic[Rows]):
         """Index in the pool of the layer whose cache it reads."""
         self.tap: Tap | None = None
         """Runs the layer's gate, once the model is loaded."""
-        self._gate_outputs: GateOutputs | None = None
+        self._gate_pages: torch.Tensor | None = None
 
     def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
         """Attach the pool, once vLLM has allocated the cache.
@@ -205,7 +205,7 @@ class EvictingImpl(Generic[Rows]):
         self.layer = layer
         self.pool = pool
         self.key_pages, self.value_pages = self.kernel_pages(pool)
-        self._gate_outputs = gate_outputs
+        self._gate_pages = gate_outputs.layers[layer] if gate_outputs is not None else None
 
     def kernel_pages(self, pool: PagePool) -> Sequence[torch.Tensor]:
         """Return the pool's keys and values as the backend's kernel reads them."""
@@ -219,10 +219,15 @@ class EvictingImpl(Generic[Rows]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Store keys and values at their slots, and what the gate said of their tokens."""
+        """Store keys and values at their slots, and what the gate says of their tokens."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        if self.tap is not None and self._gate_outputs is not None:
-            self._gate_outputs.store(self.layer, slot_mapping, self.tap.outputs)
+        if self.tap is not None and self._gate_pages is not None:
+            self.tap.store(slot_mapping, self._gate_pages)
+
+    def warm_up_gate(self) -> None:
+        """Compile what its gate launches, before requests come and graphs are captured."""
+        if self.tap is not None and self._gate_pages is not None:
+            self.tap.warm_up(self._gate_pages)
 
     def forward(
         self,

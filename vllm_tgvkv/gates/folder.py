@@ -20,7 +20,7 @@ import itertools
 import json
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +29,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional
 
+from vllm_tgvkv.kernels.gates import ACTIVATIONS, LayerGate
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 
 GateKind = Literal["trimkv", "kvzap"]
@@ -62,37 +62,6 @@ FILES = {
     "trimkv": ("trimkv_weights.safetensors", "trimkv_weights.pth"),
     "kvzap": ("model.safetensors",),
 }
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "swish": functional.silu,
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": lambda hidden: functional.gelu(hidden, approximate="tanh"),
-}
-
-
-@dataclass(frozen=True)
-class LayerGate:
-    """The gate of one layer, for some of its KV heads.
-
-    The output of TrimKV's is a small difference from a large bias. So the last projection is
-    computed in float32, whatever the model's dtype is (**a choice**).
-    """
-
-    kind: GateKind
-    activation: str
-    linears: tuple[tuple[Tensor, ...], ...]
-    """Weights `[out, in]` and biases `[out]`; the last ones float32, with a row for each KV
-    head."""
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return log beta or the score, float32 `[T, H]`, of hidden states `[T, d]`."""
-        *inner, (weight, bias) = self.linears
-        for linear in inner:
-            hidden = _ACTIVATIONS[self.activation](functional.linear(hidden, *linear))
-        found = functional.linear(hidden.float(), weight, bias)
-        return functional.logsigmoid(found) if self.kind == "trimkv" else found
 
 
 @dataclass(frozen=True)
@@ -193,18 +162,20 @@ class Gates:
         for layer, names in _by_layer(tensors, self.kind).items():
             if layer not in layers:
                 continue
-            linears: list[tuple[Tensor, ...]] = []
+            linears: list[tuple[Tensor, Tensor]] = []
             for part in _LAYERS[self.form]:
                 is_last = part == _LAYERS[self.form][-1]
                 rows, kept_as = (heads, torch.float32) if is_last else (slice(None), dtype)
-                weight_and_bias = [tensors[names[name]][rows] for name in part]
-                linears.append(tuple(x.to(device, kept_as, copy=True) for x in weight_and_bias))
+                weight, bias = (
+                    tensors[names[name]][rows].to(device, kept_as, copy=True) for name in part
+                )
+                linears.append((weight, bias))
                 if not all(bool(x.isfinite().all()) for x in linears[-1]):
                     raise EvictionConfigError(
                         f"kv_eviction.gates is {quoted(self.folder)}: {part[0]} or {part[1]} of "
                         f"layer {layer} has values that are not finite; train or download it again"
                     )
-            found[layer] = LayerGate(self.kind, self.activation, tuple(linears))
+            found[layer] = LayerGate(self.kind == "trimkv", self.activation, tuple(linears))
         return found
 
     def num_bytes(self, num_layers: int, num_heads: int, element_bytes: int) -> int:
@@ -254,10 +225,10 @@ def _form(config: Any) -> tuple[GateKind, str, tuple[str, ...]]:
             f"retention_gate of its config.json is {quoted(gate)}, and model_type is not kvzap; "
             "give a checkpoint of TrimKV (rg), DBTrimKV (rg10) or KVzap"
         )
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise ValueError(
             f"hidden_act of its config.json is {quoted(activation)}: "
-            f"{choose(activation, list(_ACTIVATIONS))}"
+            f"{choose(activation, list(ACTIVATIONS))}"
         )
     return "trimkv", activation, (gate,)
 

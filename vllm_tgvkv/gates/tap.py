@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the gates read: the hidden state that a layer projects to queries, keys and values.
 
-A hook in front of the projection calls one operation, which runs the gate. Compiled code and graphs
-hold the operation and nothing of what it does. It is declared to write the hidden state, which it
-only reads: so it comes before the projection, and its outputs are there when the layer's keys are
-stored.
+A hook in front of the projection calls one operation, which begins the gate. Compiled code and
+graphs hold the operation and nothing of what it does. It is declared to write the hidden state,
+which it only reads: so it comes before the projection, and what it found is there when the layer's
+keys are stored. Then their slots are known, and the tap ends the gate and stores its outputs there.
 """
 
 from __future__ import annotations
@@ -21,23 +21,32 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_tgvkv.gates.folder import Gates, LayerGate
+from vllm_tgvkv.gates.folder import Gates
+from vllm_tgvkv.kernels.gates import GateBuffers, LayerGate, project, store
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 
 @dataclass(frozen=True)
 class Tap:
-    """The gate of one layer and the place of its outputs."""
+    """The gate of one layer, and what the layers share while they run theirs."""
 
     gate: LayerGate
-    outputs: Tensor
-    """float32 `[tokens of the largest step, H]`. The layers share it: each stores its outputs
-    with its keys before the next one runs."""
+    buffers: GateBuffers
+    """For the tokens of the largest step."""
 
     def read(self, hidden: Tensor) -> None:
-        """Run the gate on the hidden states of a step, `[T, d]`."""
-        found = self.gate(hidden.flatten(0, -2))
-        self.outputs[: len(found)].copy_(found)
+        """Begin the gate on the hidden states of a step, `[T, d]`."""
+        project(self.gate, hidden.flatten(0, -2), self.buffers)
+
+    def store(self, slots: Tensor, pages: Tensor) -> None:
+        """End the gate for tokens that have slots, int64 `[T]`; see `kernels.gates.store`."""
+        store(self.gate, self.buffers, slots, pages)
+
+    def warm_up(self, pages: Tensor) -> None:
+        """Compile the kernels of steps of any size; all tokens are padding."""
+        for num_tokens in (1, len(self.buffers.projected)):
+            slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=pages.device)
+            self.store(slots, pages)
 
 
 def attach_taps(
@@ -63,11 +72,11 @@ def attach_taps(
     loaded = gates.load(numbers.values(), heads, vllm_config.model_config.dtype, device)
     step = vllm_config.scheduler_config.max_num_batched_tokens
     graph = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    outputs = torch.zeros(max(step, graph), num_heads, dtype=torch.float32, device=device)
+    buffers = GateBuffers.of(next(iter(loaded.values())), max(step, graph))
     owners = {child: module for module in model.modules() for child in module.children()}
     for name, layer in layers.items():
         projection = _projection(owners.get(layer), name)
-        layer.impl.tap = Tap(loaded[numbers[name]], outputs)
+        layer.impl.tap = Tap(loaded[numbers[name]], buffers)
         projection.register_forward_pre_hook(_hook(name))
 
 

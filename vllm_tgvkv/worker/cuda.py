@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_tgvkv.attention.base import EvictingImpl
 from vllm_tgvkv.blocks.states import evicted_specs, with_plain_specs
 from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.server import config_of
@@ -72,6 +73,9 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         warm_up(self.evictor)
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            if isinstance(impl := getattr(layer, "impl", None), EvictingImpl):
+                impl.warm_up_gate()
         return super().compile_or_warm_up_model()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

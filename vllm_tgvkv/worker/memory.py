@@ -2,7 +2,8 @@
 """Memory of a GPU that eviction takes outside the pool, in bytes by name.
 
 vLLM gives all memory that its own trial run leaves to the pool. What eviction takes on top is
-computed here and subtracted first. `docs/design.md` has the formulas as a table.
+computed here and subtracted first. `docs/design.md` has the formulas as a table. Gates are not
+here: their weights and buffers are allocated with the model, and vLLM has counted them.
 """
 
 from __future__ import annotations
@@ -115,16 +116,11 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
 
 
 def _of_server(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
-    """Return what is kept for all steps: by the decode kernel, the query pool and the gates."""
+    """Return what is kept for all steps: by the decode kernel and the query pool."""
     shape = sizes.shape
     query = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
     destinations = 8 * sizes.max_rows if config.waits else 0
     lines = {"query pool": (config.num_query_rows + 1) * query + destinations}
-    if config.gates is not None:
-        # Their outputs cover one step. vLLM's trial run measures what they take to run.
-        outputs = 4 * shape.num_heads * max(sizes.step_tokens, sizes.max_rows)
-        weights = config.gates.num_bytes(shape.num_layers, shape.num_heads, sizes.element_bytes)
-        lines["gates"] = weights + outputs
     sequences = sizes.max_rows * shape.num_heads
     lengths = 4 * shape.num_layers * sequences
     if config.decode_kernel == "triton":

@@ -268,6 +268,10 @@ def _combine_kernel(
         if first_program < last_program:
             maximum = tl.full([1], float("-inf"), tl.float32)
             sum_of_weights = tl.zeros([1], tl.float32)
+            if HAS_SINKS:  # one more part, whose value is zero
+                sink = tl.load(sinks + head * GROUP + member).to(tl.float32)
+                maximum = tl.full([1], 0.0, tl.float32) + sink * LOG2_E
+                sum_of_weights = tl.full([1], 1.0, tl.float32)
             weighted = tl.zeros([HEAD_TILE], tl.float32)
             for tile in range(first_program, last_program + 1, TILE):
                 program = tile + tl.arange(0, TILE)
@@ -291,9 +295,6 @@ def _combine_kernel(
                 sum_of_weights = sum_of_weights * decay + tl.sum(sums * factors, 0)
                 weighted = weighted * decay + tl.sum(parts * factors[:, None], 0)
                 maximum = new_maximum
-            if HAS_SINKS:
-                sink = tl.load(sinks + head * GROUP + member).to(tl.float32)
-                sum_of_weights += tl.exp2(sink * LOG2_E - maximum)
             result = (weighted / sum_of_weights).to(out.dtype.element_ty)
             tl.store(out, result, mask=dim < HEAD_SIZE)
 

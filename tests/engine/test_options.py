@@ -82,7 +82,6 @@ def test_options_that_decide_how_prompts_are_scheduled(
     [
         ("alibi_slopes", [0.5] * 4, "ALiBi"),
         ("kv_sharing_target_layer_name", "layer", "layers that share a KV cache"),
-        ("sinks", torch.zeros(4), "learned attention sinks"),
         ("logits_soft_cap", 30.0, "soft-capped"),
         ("sliding_window", 64, "sliding-window"),
     ],

@@ -401,7 +401,7 @@ def decode(
     head_size = query.shape[2]
     group = query.shape[1] // num_heads
     shape = {"NUM_HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size}
-    shape |= {"HAS_SINKS": sinks is not None, "LOG2_E": _LOG2_E}
+    of_sinks = {"HAS_SINKS": sinks is not None, "LOG2_E": _LOG2_E}
     head_tile = _tile(head_size)
     chunk_bytes = _chunk_bytes(plan.chunk, head_size, query.element_size())
     _decode_kernel[(num_programs,)](
@@ -430,6 +430,7 @@ def decode(
         plan.ends.stride(0),
         *out.stride()[:2],
         **shape,
+        **of_sinks,
         BLOCK_SIZE=keys.shape[1],
         NUM_PAIRS=offsets.shape[1] - 1,
         CHUNK=plan.chunk,
@@ -449,6 +450,7 @@ def decode(
         plan.ends.stride(0),
         *out.stride()[:2],
         **shape,
+        **of_sinks,
         HEAD_TILE=head_tile,
         TILE=_PARTIALS_PER_TILE,
         num_warps=4,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.engine.arg_utils import EngineArgs

@@ -121,6 +121,9 @@ def test_tokens_and_kept_positions_are_the_oracles(served: SteppedEngine, oracle
 def test_sinks_decide_what_is_kept(oracle: Oracle) -> None:
     """Without them the tests here would compare something else."""
     prompt = oracle.prompt(random_text(3, 300))
+    asked, answer = stable(oracle, 0, *CASES[0])
+    # Under Hugging Face's own attention, which `generate` runs.
+    assert answer.tokens == oracle.generate(oracle.prompt(asked.text), TOKENS, *answer.kept)
     whole = oracle.attention(prompt).sum(-1)
     assert whole.min() < 0.1
     assert whole.mean() < 0.9

@@ -369,7 +369,11 @@ def check_layer(impl: AttentionImpl, may_slide: bool = False) -> None:
             )
     # vLLM chooses the version by the GPU and by the size of a head.
     if getattr(impl, "vllm_flash_attn_version", None) == 4:
+        # FlashAttention 2 knows no sinks.
+        other = "serve the model on a Hopper GPU"
+        if impl.sinks is None:
+            other = "use --attention-config.flash_attn_version 2"
         raise UnsupportedByEvictionError(
             "--kv-eviction does not work with FlashAttention 4 yet, which vLLM chose for this GPU "
-            "and model: use --attention-config.flash_attn_version 2 or leave out --kv-eviction"
+            f"and model: {other} or leave out --kv-eviction"
         )

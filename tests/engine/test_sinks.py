@@ -7,6 +7,7 @@ Every other layer has a window. On a CPU, and with the CUDA backend over a prete
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,10 @@ def test_the_cuda_backend(
         if kernel == "stock":
             assert_serves_as_the_oracle(running, oracle)
             return
-        case = CASES[3]
-        asked, answer = stable(oracle, 3, *case)
+        asked, answer = stable(oracle, 3, *CASES[3])
         monkeypatch.setattr(gpu, "on_cpu", True)
-        (output,) = running.run([asked])
-        assert list(output.outputs[0].token_ids) == answer.tokens
+        (output,) = running.run([replace(asked, max_tokens=7)])  # interpreted, so a few
+        assert list(output.outputs[0].token_ids) == answer.tokens[:7]
 
 
 def test_tokens_come_back(folder: Path, oracle: Oracle) -> None:

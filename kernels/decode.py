@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
-from vllm_tgvkv.kernels.checks import check
+from vllm_tgvkv.kernels.checks import FLOATS, check
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ def decode(
     scale: float,
     plan: DecodePlan,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Compute attention of one query token per row in one layer; rows of length 0 get zero.
 
@@ -152,6 +153,8 @@ def decode(
         scale: factor of the logits.
         plan: filled by `plan_decode` from the same lengths.
         out: `[R, H*G, D]`, contiguous in D, written.
+        sinks: float `[H*G]`, the logit of one more key of each query head, whose value is zero;
+            it is not scaled. None for no such key.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
@@ -176,6 +179,8 @@ def decode(
         raise ValueError(f"layer must be within the {num_layers} of lengths, got {layer}")
     group = query.shape[1] // num_heads
     check("plan.partials", plan.partials, ("P", 2, group, query.shape[2] + 2))
+    if sinks is not None:
+        check("sinks", sinks, (num_heads * group,), FLOATS, sinks.is_contiguous())
     if gpu.runs(query):
         from vllm_tgvkv.kernels.gpu import decode as triton_decode
 
@@ -192,6 +197,7 @@ def decode(
             scale,
             plan,
             out,
+            sinks,
         )
         return
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -215,7 +221,10 @@ def decode(
             region_pages = block_table[row, region // pairs].long() * pairs + region % pairs
             pages = torch.cat((region_pages, tail))
             k, v = (pool[pages].flatten(0, 1)[:length].to(exact) for pool in (keys, values))
-            weights = (grouped[row, head] @ k.T * scale).softmax(1)
+            logits = grouped[row, head] @ k.T * scale
+            if sinks is not None:
+                logits = torch.cat((logits, sinks[heads, None].to(exact)), dim=1)
+            weights = logits.softmax(1)[:, :length]
             out[row, heads] = (weights @ v).to(out.dtype)
 
 

@@ -18,7 +18,7 @@ def importance(keys: Tensor, queries: Tensor, num_past: Tensor, scale: float | T
     """Return the mean over the rows of their softmax over past keys, after maximum pooling.
 
     The logit of a row and a key is the greatest of the group's query heads. Keys from the window on
-    are in no softmax.
+    are in no softmax, and neither are learned sinks.
 
     Args:
         keys: `[H, S, D]`, rotated, any float dtype. What comes after a head's past keys never

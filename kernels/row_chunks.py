@@ -78,17 +78,22 @@ class TorchAttention(ObservedAttention):
         Probabilities are float32 `[H, G, R, num_keys]`, in a buffer that the next iteration
         overwrites.
         """
-        heads, group, keys = self.num_heads, self.group_size, self.num_keys
-        row_bytes = heads * group * keys * _FLOAT_BYTES
+        heads, group, sinks = self.num_heads, self.group_size, self._rows.sinks
+        # A sink is the key in one more column.
+        width = self.num_keys + (sinks is not None)
+        row_bytes = heads * group * width * _FLOAT_BYTES
         # Logits and probabilities share the workspace.
         most = min(_LOGITS_BYTES, self._workspace_bytes // 2) // row_bytes
         step = max(1, min(most, self.num_rows - first))
         for start in range(first, self.num_rows, step):
             rows = slice(start, min(start + step, self.num_rows))
-            shape = (heads, group, rows.stop - start, keys)
+            shape = (heads, group, rows.stop - start, width)
             logits = self._take("logits", shape)
-            self._logits(layer, rows, out=logits)
-            yield rows, self._softmax(layer, rows, logits, self._take("probabilities", shape))
+            self._logits(layer, rows, out=logits[..., : self.num_keys])
+            if sinks is not None:
+                logits[..., -1] = sinks[layer, :, :, None]
+            found = self._softmax(layer, rows, logits, self._take("probabilities", shape))
+            yield rows, found[..., : self.num_keys]
 
     @cached_property
     def _first_pass(self) -> FirstPass:
@@ -301,19 +306,26 @@ def observe_logits(
     statistics: frozenset[Statistic],
     workspace_bytes: int,
     scratch: Scratch,
+    sinks: Tensor | None = None,
 ) -> ObservedAttention:
     """Return the attention of some rows from their logits, which become probabilities in place.
 
     Heads of several layers may stand side by side. Statistics of keys are not there.
 
     Args:
-        logits: float32 `[H, G, O, P]`, scaled.
+        logits: float32 `[H, G, O, P]`, scaled. With sinks, `[H, G, O, P + 1]`: the last column is
+            theirs, and is written here.
         row_positions: int64 `[O]`, ascending, each below P. A row sees the keys up to its position.
+        sinks: float32 `[H, G]`, see `ObservedRows`.
     """
+    whole = logits
+    if sinks is not None:
+        whole[..., -1] = sinks[:, :, None]
+        logits = whole[..., :-1]
     heads, group, num_rows, num_keys = logits.shape
     columns = torch.arange(num_keys - num_rows, num_keys, device=logits.device)
     logits[..., -num_rows:].masked_fill_(columns > row_positions[:, None], float("-inf"))
-    torch.softmax(logits, dim=-1, out=logits)
+    torch.softmax(whole, dim=-1, out=whole)
     num_visible = (row_positions[None] + 1).int()
     # In place of queries and keys stand tensors of their shape without channels.
     queries, keys = logits.new_empty(1, num_rows, heads, group, 0), logits.new_empty(1, num_keys, 0)

@@ -76,7 +76,9 @@ class Attention(Protocol):
     """Attention statistics over one prompt, as the parts of a policy see them.
 
     A is the softmax of the rows' queries over the keys that each row sees. O is the number of rows,
-    P of keys, S of token sets, of one layer or of several. No row set has all statistics:
+    P of keys, S of token sets, of one layer or of several. A learned sink is in a softmax's
+    denominator and has no column, so that a row of A sums to less than 1. No row set has all
+    statistics:
     `ObservedAttention` recomputes A of a few rows,
     `RowSums` adds up the columns of all rows. Statistics that a
     subclass does not define raise an AttributeError, which names the row sets that have them.
@@ -125,7 +127,10 @@ class Attention(Protocol):
 
     @property
     def row_entropies(self) -> Tensor:
-        """float32 `[S, O]`, entropy of each row in nats, mean over the group's query heads."""
+        """float32 `[S, O]`, entropy of each row in nats, mean over the group's query heads.
+
+        It is the sum over the keys; a sink adds no term of its own.
+        """
         _not_observed("row_entropies", _FEW_ROWS)
 
     @property
@@ -186,7 +191,8 @@ class Attention(Protocol):
         """Weighted column sums of the softmax over a subset of the keys.
 
         A row's softmax over a subset is its softmax over all keys, divided by the subset's part of
-        it; that is done for each query head, before the mean over its group.
+        it; that is done for each query head, before the mean over its group. So a sink, which is in
+        no subset, does not matter.
 
         Args:
             keys: bool `[S or 1, P]`, the subset.
@@ -239,6 +245,9 @@ class ObservedRows:
     """int64 `[O]`, or None if it differs between pairs which key is a row's own."""
     values: Tensor | None = None
     """`[num_pages, N, D]`, the values of the keys on the same pages; for statistics of values."""
+    sinks: Tensor | None = None
+    """float32 `[L, H, G]`, the logit of one more key that all rows of a query head see, and that
+    has no column; -inf for none. None if no layer has sinks, which costs nothing then."""
 
     def __post_init__(self) -> None:
         check("queries", self.queries, ("L", "O", "H", "G", "D"), FLOATS)
@@ -261,6 +270,9 @@ class ObservedRows:
             check("row_positions", self.row_positions, (rows,), (torch.int64,))
         if self.values is not None:
             check("values", self.values, (*self.pool.shape[:2], "D"))
+        if self.sinks is not None:
+            shape = (layers, heads, self.queries.shape[3])
+            check("sinks", self.sinks, shape, (torch.float32,), self.sinks.is_contiguous())
 
 
 class ObservedAttention(Attention, ABC):
@@ -486,6 +498,7 @@ def observe(
     workspace_bytes: int = 64 << 20,
     scratch: Scratch | None = None,
     value_pages: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> ObservedAttention:
     """Return the attention of some rows over an uncompressed prompt's keys, for one layer.
 
@@ -507,6 +520,7 @@ def observe(
         scratch: buffers of an earlier observation to reuse.
         value_pages: like `key_pages`, for statistics of values. Blocks and heads have the same
             strides.
+        sinks: float32 `[H, G]`, see `ObservedRows`.
 
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
@@ -537,6 +551,7 @@ def observe(
         scale,
         row_positions,
         values,
+        None if sinks is None else sinks[None],
     )
     return observe_layers(rows, per_head, statistics, workspace_bytes, scratch)
 

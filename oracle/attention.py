@@ -21,14 +21,28 @@ def attention_probabilities(
     row_positions: Tensor,
     num_keys: int,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return A of some rows, float64 [H, G, O, num_keys]; arguments as in the kernel `observe`."""
+    """Return A of some rows, float64 [H, G, O, num_keys]; arguments as in the kernel `observe`.
+
+    Sinks [H, G] are one more key of each query head, which is left out of the result.
+    """
     block_size = key_pages.shape[2]
     keys = [key_pages[block_ids[j // block_size], :, j % block_size] for j in range(num_keys)]
-    return _attention(queries, torch.stack(keys), row_positions, scale)
+    return _attention(queries, torch.stack(keys), row_positions, scale, sinks)
 
 
-def _attention(queries: Tensor, keys: Tensor, row_positions: Tensor, scale: float) -> Tensor:
+def _attention(
+    queries: Tensor,
+    keys: Tensor,
+    row_positions: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     logits = torch.einsum("ihgd,jhd->hgij", queries.double(), keys.double()) * scale
     future = torch.arange(len(keys)) > row_positions[:, None]
-    return logits.masked_fill(future, -math.inf).softmax(-1)
+    logits = logits.masked_fill(future, -math.inf)
+    if sinks is None:
+        return logits.softmax(-1)
+    of_sinks = sinks.double()[:, :, None, None].expand(*logits.shape[:3], 1)
+    return torch.cat((logits, of_sinks), dim=-1).softmax(-1)[..., :-1]

@@ -174,6 +174,7 @@ class Moment:
         keys: rotated keys, [L, H, n, D], with those that are hidden.
         values: their values, [L, H, n, D], for methods that look at them.
         gates: what the gates said of them, float64 [L, H, n], if there are gates.
+        sinks: learned sinks of the query heads, [L, Q], if there are some.
     """
 
     prompt_tokens: int
@@ -183,6 +184,7 @@ class Moment:
     keys: torch.Tensor
     values: torch.Tensor | None = None
     gates: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -197,7 +199,7 @@ class Moment:
     def states(self) -> States:
         """Return the queries and keys that attention comes from, and the values."""
         states = _states(torch.cat(self.queries, dim=2), self.keys, self.values)
-        return replace(states, gates=self.gates)
+        return replace(states, gates=self.gates, sinks=self.sinks)
 
     def attention(self) -> torch.Tensor:
         """Return A, float64 [L, Q, n, n]; every row is a softmax over the keys it was shown."""
@@ -377,7 +379,7 @@ class Chooser:
         pooling = methods.mix_of(eviction.method, eviction).pooling
         voters = recall.voters(moment.length, age)
         votes = recalled_attention(
-            states.queries, states.keys, states.scale, size, recall.bits, voters
+            states.queries, states.keys, states.scale, size, recall.bits, voters, states.sinks
         )
         return methods.select(
             eviction.method,
@@ -391,6 +393,7 @@ class Chooser:
             ),
             stages=self.cutter.stages,
             earlier=Earlier(torch.ones_like(moment.kept), voters),
+            states=states,
         ).kept
 
 
@@ -451,6 +454,11 @@ class Oracle:
         of_layers = getattr(text, "per_layer_config", None)
         first = of_layers[self.attending[0]] if of_layers else text
         self.kv_heads: int = first.num_key_value_heads
+        owners = [layer.self_attn for layer in self._attention_layers(self.attending)]
+        self.sinks: torch.Tensor | None = None
+        """Learned sinks of the query heads, [L, Q]; None if the model has none."""
+        if getattr(owners[0], "sinks", None) is not None:
+            self.sinks = torch.stack([owner.sinks.detach() for owner in owners])
 
     def prompt(self, text: str, images: Sequence[PIL.Image.Image] = ()) -> Prompt:
         """Return the prompt for `text`, which has one placeholder per image."""
@@ -496,7 +504,8 @@ class Oracle:
             output = self.model(**prompt.inputs, use_cache=True)
         queries = torch.cat([seen[layer] for layer in range(self.layers)])
         states = _states(queries, *self._kept_states(output.past_key_values))
-        return replace(states, gates=torch.stack(gated) if gated else None)
+        gates = torch.stack(gated) if gated else None
+        return replace(states, gates=gates, sinks=self.sinks)
 
     def select(
         self, prompt: Prompt, eviction: Eviction, stages: Sequence[int] | None = None
@@ -633,7 +642,8 @@ class Oracle:
             if gated:
                 new_gates = torch.stack(gated)
                 gates = new_gates if gates is None else torch.cat((gates, new_gates), dim=2)
-            moment = Moment(length, kept, rows, queries, *self._kept_states(cache), gates)
+            states = self._kept_states(cache)
+            moment = Moment(length, kept, rows, queries, *states, gates, self.sinks)
             new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
             if new is not None:
                 kept = kept & new
@@ -802,6 +812,11 @@ class Oracle:
             if attention_mask is not None:
                 logits = logits + attention_mask
             num_keys = logits.shape[-1]
+            if (sinks := getattr(module, "sinks", None)) is not None:
+                if absorbed is not None:
+                    raise ValueError("summaries are not defined for layers with sinks")
+                of_sinks = sinks.to(logits.dtype).view(1, -1, 1, 1)
+                logits = torch.cat((logits, of_sinks.expand(*logits.shape[:3], 1)), dim=-1)
             if absorbed is not None and layer is not None:
                 more, means, raised = (
                     x[layer].repeat_interleave(group, dim=0).to(query.dtype)

@@ -224,9 +224,15 @@ def observe(
         if mix.score == "vv_tt" or mix.allocation == "vv":
             raise ValueError(f"{mix} needs rows of vision, and an answer has none")
         case = replace(case, only=earlier.voters)
+        has_sinks = states is not None and states.sinks is not None
         token_sets = [
             [
-                left(token_set, earlier.kept[layer, head * kv_heads // len(sets)], earlier.voters)
+                left(
+                    token_set,
+                    earlier.kept[layer, head * kv_heads // len(sets)],
+                    earlier.voters,
+                    has_sinks,
+                )
                 for head, token_set in enumerate(sets)
             ]
             for layer, sets in enumerate(token_sets)

@@ -77,12 +77,14 @@ def attention(
     candidates: int,
     bits: int,
     rows: Sequence[int],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return A of some rows, float64 [L, Q, n, n]; all other rows are zero.
 
     Args:
         queries: [L, Q, n, D]; `keys` are [L, H, n, D].
         candidates: C, the first tokens; only a sketch of their keys is read.
+        sinks: [L, Q], the logit of one more key of each query head, which is left out of A.
     """
     keys = keys.double().clone()
     for layer, head in itertools.product(*map(range, keys.shape[:2])):
@@ -92,5 +94,7 @@ def attention(
     for row in rows:
         seen = keys[:, :, : row + 1].repeat_interleave(group, dim=1)
         logits = (seen @ queries[:, :, row].double().unsqueeze(-1)).squeeze(-1) * scale
-        result[:, :, row, : row + 1] = logits.softmax(-1)
+        if sinks is not None:
+            logits = torch.cat((logits, sinks.double().unsqueeze(-1)), dim=-1)
+        result[:, :, row, : row + 1] = logits.softmax(-1)[..., : row + 1]
     return result

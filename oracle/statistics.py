@@ -85,6 +85,7 @@ def paged_sets(
     num_hidden: Sequence[int],
     scales: Sequence[float],
     per_head: bool,
+    sinks: Tensor | None = None,
 ) -> list[SharedSet]:
     """Return the token sets of several layers, whose keys are found through page tables.
 
@@ -96,6 +97,7 @@ def paged_sets(
         num_hidden: last keys that each row does not see.
         scales: of each layer.
         per_head: whether each head has a token set; if not, a layer's heads have equal lengths.
+        sinks: [L, H, G], the logit of one more key of each query head, which is no column.
     """
     num_layers, _, num_heads, _, _ = queries.shape
     sets = []
@@ -107,7 +109,8 @@ def paged_sets(
             size = pool.shape[1]
             keys = torch.stack([pool[pages[j // size], j % size] for j in range(length)])
             seen = [length - hidden for hidden in num_hidden]
-            heads.append(_attention(queries[layer, :, head], keys, seen, scales[layer]))
+            of_sinks = None if sinks is None else sinks[layer, head].tolist()
+            heads.append(_attention(queries[layer, :, head], keys, seen, scales[layer], of_sinks))
             if per_head:
                 sets.append(SharedSet(heads[-1], seen))
         if not per_head:
@@ -115,12 +118,19 @@ def paged_sets(
     return sets
 
 
-def _attention(queries: Tensor, keys: Tensor, num_visible: Sequence[int], scale: float) -> Tensor:
+def _attention(
+    queries: Tensor,
+    keys: Tensor,
+    num_visible: Sequence[int],
+    scale: float,
+    sinks: Sequence[float] | None,
+) -> Tensor:
     """Return A of the query heads of one KV head, [G, O, n], from [O, G, D] and [n, D]."""
     attention = torch.zeros(queries.shape[1], len(queries), len(keys), dtype=torch.float64)
     for member in range(queries.shape[1]):
         for row, seen in enumerate(num_visible):
             if seen > 0:
                 logits = keys[:seen].double() @ queries[row, member].double() * scale
-                attention[member, row, :seen] = logits.softmax(0)
+                more = logits.new_tensor([sinks[member]] if sinks else [])
+                attention[member, row, :seen] = torch.cat((logits, more)).softmax(0)[:seen]
     return attention

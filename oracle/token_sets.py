@@ -85,6 +85,7 @@ class States:
         scale: factor of the products.
         values: [L, H, P, D], for scores that look at values.
         gates: outputs of the gates, float64 [L, H, P].
+        sinks: [L, Q], the logit of one more key of each query head, whose value is zero.
     """
 
     queries: Tensor
@@ -92,6 +93,7 @@ class States:
     scale: float
     values: Tensor | None = None
     gates: Tensor | None = None
+    sinks: Tensor | None = None
 
     def of_head(self, layer: int, head: int) -> HeadStates:
         """Return the states of one KV head and of the query heads of its group."""
@@ -107,7 +109,8 @@ class States:
         queries, keys = self.queries.double(), self.keys.double()
         values = None if self.values is None else perturbed(self.values.double(), noise)
         gates = None if self.gates is None else perturbed(self.gates, noise)
-        return States(perturbed(queries, noise), perturbed(keys, noise), self.scale, values, gates)
+        queries, keys = perturbed(queries, noise), perturbed(keys, noise)
+        return States(queries, keys, self.scale, values, gates, self.sinks)
 
 
 @dataclass(frozen=True)
@@ -225,16 +228,19 @@ def token_sets_of(
     ]
 
 
-def left(token_set: TokenSet, alive: Tensor, voters: Sequence[int]) -> TokenSet:
+def left(
+    token_set: TokenSet, alive: Tensor, voters: Sequence[int], has_sinks: bool = False
+) -> TokenSet:
     """Return the token set whose voters' softmax is over the keys that are left.
 
-    The other rows are zero.
+    The other rows are zero. A sink, which has the part of a row that no key has, is never evicted.
     """
     heads = torch.zeros_like(token_set.heads)
     for number, head in enumerate(token_set.heads):
         for i in voters:
             seen = torch.where(alive, head[i], 0)
-            heads[number, i] = seen / seen.sum()
+            of_sink = (1 - head[i].sum()).clamp(min=0) if has_sinks else 0
+            heads[number, i] = seen / (seen.sum() + of_sink)
     return TokenSet(heads, heads.mean(0), alive, token_set.states)
 
 

@@ -234,8 +234,16 @@ class Layers:
         queries, pool, tables = (
             self.arguments[name].cpu() for name in ("queries", "pool", "tables")
         )
+        sinks = self.arguments.get("sinks")
         return paged_sets(
-            queries, pool, tables, self.lengths, self.num_hidden, self.scales, self.per_head
+            queries,
+            pool,
+            tables,
+            self.lengths,
+            self.num_hidden,
+            self.scales,
+            self.per_head,
+            sinks if sinks is None else sinks.cpu(),
         )
 
 
@@ -251,6 +259,7 @@ def make_layers(
     is_transposed: bool = False,
     extra_width: int = 0,
     device: str = "cpu",
+    has_sinks: bool = False,
 ) -> Layers:
     """Return random rows and keys for heads of these lengths, ``[L][H]``."""
     layers, heads = len(lengths), len(lengths[0])
@@ -277,7 +286,15 @@ def make_layers(
         "scale": torch.tensor(scales, dtype=torch.float32, device=device),
         "per_head": per_head,
     }
+    if has_sinks:
+        arguments["sinks"] = random_sinks(layers, heads, group).to(device)
     return Layers(arguments, flat, list(num_hidden), scales, per_head)
+
+
+def random_sinks(*shape: int) -> Tensor:
+    """Return sinks that take from nothing to nearly all of their heads' attention."""
+    sinks = torch.randn(shape).mul_(3)
+    return sinks.masked_fill_(torch.rand(shape) < 0.1, -math.inf)
 
 
 def observe_ragged(

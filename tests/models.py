@@ -754,6 +754,21 @@ FAMILIES = {
         _language_model("Qwen3Next", lambda parts: parts.hybrid(**_EXPERTS, **_SHARED_EXPERT)),
         **_TEXT,
     ),
+    # Every other layer has a window, and all have learned attention sinks.
+    "gpt_oss": Family(
+        "GptOss",
+        _language_model(
+            "GptOss",
+            lambda parts: {
+                "head_dim": parts.model.head_size,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 4,  # all: rounding cannot choose among them
+                "sliding_window": WINDOW,
+                "pad_token_id": None,
+            },
+        ),
+        **_TEXT,
+    ),
     "phi3": Family(
         "Phi3",
         _language_model(
@@ -795,6 +810,10 @@ def _initialise(
         if "q_norm" in name or "k_norm" in name:
             # Qwen3 and Gemma normalise the gain of the projections; Gemma 3 adds 1 to its own.
             parameter.add_(gain - 1)
+        if name.endswith(".sinks"):
+            # As large as the softmax denominators of some hundred keys.
+            parameter.normal_(5.0, 2.0, generator=generator)
+            continue
         if parameter.ndim < 2 and "embedding" not in name and "newline" not in name:
             if name.endswith(".bias"):
                 parameter.zero_()  # transformers draws some of SigLIP's without our seed

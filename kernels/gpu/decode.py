@@ -108,6 +108,7 @@ def _decode_kernel(
     ends,
     first,
     partials,
+    sinks,
     out,
     layer,
     scale,
@@ -132,6 +133,8 @@ def _decode_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -211,6 +214,10 @@ def _decode_kernel(
             sum_of_weights = tl.sum(sums, 1)
             if sequence_begin >= begin and sequence_end <= end:
                 result = out + row * out_stride + heads[:, None] * out_head_stride + dim[None, :]
+                if HAS_SINKS:
+                    sink = tl.load(sinks + heads, mask=member < GROUP, other=float("-inf"))
+                    # A sink far above all logits makes the sum infinite, and the mean zero.
+                    sum_of_weights += tl.exp2(sink.to(tl.float32) * LOG2_E - maximum)
                 mean = weighted / sum_of_weights[:, None]
                 tl.store(result, mean.to(out.dtype.element_ty), mask=in_group)
             else:
@@ -227,6 +234,7 @@ def _decode_kernel(
 def _combine_kernel(
     ends,
     partials,
+    sinks,
     out,
     layer,
     num_sequences,
@@ -237,6 +245,8 @@ def _combine_kernel(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -258,6 +268,10 @@ def _combine_kernel(
         if first_program < last_program:
             maximum = tl.full([1], float("-inf"), tl.float32)
             sum_of_weights = tl.zeros([1], tl.float32)
+            if HAS_SINKS:  # one more part, whose value is zero
+                sink = tl.load(sinks + head * GROUP + member).to(tl.float32)
+                maximum = tl.full([1], 0.0, tl.float32) + sink * LOG2_E
+                sum_of_weights = tl.full([1], 1.0, tl.float32)
             weighted = tl.zeros([HEAD_TILE], tl.float32)
             for tile in range(first_program, last_program + 1, TILE):
                 program = tile + tl.arange(0, TILE)
@@ -375,6 +389,7 @@ def decode(
     scale: float,
     plan: DecodePlan,
     out: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     """Compute one layer's attention in two launches; see `kernels.decode.decode`.
 
@@ -386,6 +401,7 @@ def decode(
     head_size = query.shape[2]
     group = query.shape[1] // num_heads
     shape = {"NUM_HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size}
+    of_sinks = {"HAS_SINKS": sinks is not None, "LOG2_E": _LOG2_E}
     head_tile = _tile(head_size)
     chunk_bytes = _chunk_bytes(plan.chunk, head_size, query.element_size())
     _decode_kernel[(num_programs,)](
@@ -400,6 +416,7 @@ def decode(
         plan.ends,
         plan.first,
         plan.partials,
+        sinks,
         out,
         layer,
         scale * _LOG2_E,
@@ -413,6 +430,7 @@ def decode(
         plan.ends.stride(0),
         *out.stride()[:2],
         **shape,
+        **of_sinks,
         BLOCK_SIZE=keys.shape[1],
         NUM_PAIRS=offsets.shape[1] - 1,
         CHUNK=plan.chunk,
@@ -424,6 +442,7 @@ def decode(
     _combine_kernel[(num_sequences, group)](
         plan.ends,
         plan.partials,
+        sinks,
         out,
         layer,
         num_sequences,
@@ -431,6 +450,7 @@ def decode(
         plan.ends.stride(0),
         *out.stride()[:2],
         **shape,
+        **of_sinks,
         HEAD_TILE=head_tile,
         TILE=_PARTIALS_PER_TILE,
         num_warps=4,
@@ -441,12 +461,13 @@ def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
     from vllm_tgvkv.kernels.decode import DecodePlan
 
-    for dtype, head_size, block_size, heads, layers, group in (
-        (torch.float16, 64, 32, 2, 24, 7),
-        (torch.bfloat16, 80, 16, 32, 32, 1),
-        (torch.bfloat16, 256, 16, 1, 26, 8),
-        (torch.bfloat16, 512, 16, 2, 10, 8),
-        (torch.bfloat16, 128, 16, 8, 32, 4),
+    for dtype, head_size, block_size, heads, layers, group, has_sinks in (
+        (torch.float16, 64, 32, 2, 24, 7, False),
+        (torch.bfloat16, 80, 16, 32, 32, 1, False),
+        (torch.bfloat16, 256, 16, 1, 26, 8, False),
+        (torch.bfloat16, 512, 16, 2, 10, 8, False),
+        (torch.bfloat16, 64, 16, 8, 18, 8, True),  # gpt-oss
+        (torch.bfloat16, 128, 16, 8, 32, 4, False),
     ):
         empty = partial(torch.empty, dtype=torch.int32, device="meta")
         sizes = layers, 9, heads, group, head_size
@@ -454,8 +475,9 @@ def variants() -> Iterator[Variant]:
         lengths, query = empty(layers, 9, heads), empty(9, heads * group, head_size, dtype=dtype)
         pages = empty(99, block_size, 2 * head_size, dtype=dtype)[..., :head_size]
         state = empty(9, 1001), lengths, empty(99), empty(99), empty(99, layers * heads + 1)
-        name = f"{TYPES[dtype]} D{head_size} N{block_size} G{group}"
-        call = partial(decode, query, pages, pages, *state, 2, 0.1, plan, query)
+        sinks = empty(heads * group, dtype=dtype) if has_sinks else None
+        name = f"{TYPES[dtype]} D{head_size} N{block_size} G{group}{' sinks' * has_sinks}"
+        call = partial(decode, query, pages, pages, *state, 2, 0.1, plan, query, sinks)
         large, *others = launches(__name__, name, call)
         # With two chunks, as on GPUs of capabilities 8.0 and 12.0, in place of three.
         fewer = {**large.options, "num_stages": 5}

@@ -70,6 +70,8 @@ class PagedRows:
     """float32 `[L or 1]`."""
     num_keys: int
     """P."""
+    sinks: Tensor | None = None
+    """float32 `[L, H, G]`, contiguous; None for none."""
 
     @staticmethod
     def of(rows: ObservedRows) -> PagedRows:
@@ -84,6 +86,7 @@ class PagedRows:
             rows.num_visible.contiguous(),
             scale,
             rows.num_keys,
+            rows.sinks,
         )
 
     def from_row(self, first: int) -> PagedRows:

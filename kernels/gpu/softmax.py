@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maximum and log-sum-exp of every row of every query head, over all keys or a subset."""
+"""Maximum and log-sum-exp of every row of every query head, over all keys or a subset.
+
+A learned sink is in the log-sum-exp over all keys, and in no maximum and no subset.
+"""
 
 from __future__ import annotations
 
@@ -123,14 +126,18 @@ def _softmax_kernel(
     tl.store(split_totals + place, total, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_values"])
+@triton.jit(do_not_specialize=["num_splits", "num_values", "num_rows"])
 def _combine_kernel(
     split_maxima,
     split_totals,
+    sinks,
     maxima,
     log_sum_exp,
     num_splits,
     num_values,
+    num_rows,
+    GROUP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
@@ -146,8 +153,16 @@ def _combine_kernel(
     totals = tl.load(split_totals + place, mask=mask, other=0.0)
     maximum = tl.max(parts, 0)
     sees = maximum > float("-inf")
-    shift = tl.where(sees, maximum, 0.0)
+    largest = maximum
+    if HAS_SINKS:
+        # Values are ordered by pair, row, query head of the group.
+        place = value // (num_rows * GROUP) * GROUP + value % GROUP
+        sink = tl.load(sinks + place, mask=value < num_values, other=float("-inf"))
+        largest = tl.maximum(maximum, sink)
+    shift = tl.where(sees, largest, 0.0)
     total = tl.sum(totals * tl.exp(parts - shift[None, :]), 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - shift)
     result = tl.where(sees, shift + tl.log(tl.where(sees, total, 1.0)), float("inf"))
     tl.store(maxima + value, maximum, mask=value < num_values)
     tl.store(log_sum_exp + value, result, mask=value < num_values)
@@ -215,12 +230,18 @@ def softmax_pass(
         num_warps=4,
         num_stages=tiles.softmax_stages,
     )
+    # The softmax over a subset is the same with a sink as without.
+    sinks = rows.sinks if subset is None else None
     _combine_kernel[(triton.cdiv(num_values, _COMBINED_VALUES),)](
         *of_splits,
+        sinks,
         maxima,
         log_sum_exp,
         num_splits,
         num_values,
+        rows.number,
+        GROUP=rows.group_size,
+        HAS_SINKS=sinks is not None,
         SPLITS=_MOST_SPLITS,
         VALUES=_COMBINED_VALUES,
         num_warps=4,
@@ -245,3 +266,8 @@ def variants() -> Iterator[Variant]:
         call = partial(softmax_pass, rows, Tiles.for_rows(rows), Scratch(), subset)
         found = launches(__name__, name, call, SPILL_LIMIT)
         yield from (replace(variant, capabilities=served) for variant in found)
+    # gpt-oss: 64 query heads of 64 values, 8 KV heads.
+    rows = example(torch.bfloat16, 64, 8, 8)
+    rows = replace(rows, sinks=rows.empty(36, 8, 8))
+    call = partial(softmax_pass, rows, Tiles.for_rows(rows), Scratch())
+    yield from launches(__name__, "bf16 D64 G8 sinks", call, SPILL_LIMIT)

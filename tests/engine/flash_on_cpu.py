@@ -96,9 +96,10 @@ def attend(
     causal: bool,
     return_softmax_lse: bool = False,
     window_size: Sequence[int] | None = None,
+    s_aux: torch.Tensor | None = None,
     **ignored: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`flash_attn_varlen_func` over a paged cache [pages, N, heads, D].
+    """`flash_attn_varlen_func` over a paged cache [pages, N, heads, D]; `s_aux` are sinks.
 
     What is returned for queries without keys is undefined.
     """
@@ -127,7 +128,11 @@ def attend(
         distance = last[:, None] - torch.arange(hidden, num_keys)
         outside = (distance < 0) | (distance > before if before >= 0 else False)
         logits.masked_fill_(outside, float("-inf"))
-        out[first:end] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values).to(out.dtype)
+        weights = logits.softmax(-1)
+        if s_aux is not None:
+            sinks = s_aux.float()[:, None, None].expand(*logits.shape[:2], 1)
+            weights = torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1]
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
         log_sums[:, first:end] = logits.logsumexp(-1)
     return (out, log_sums) if return_softmax_lse else out
 
@@ -153,6 +158,7 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
     # It schedules stock attention's work, which `attend` does not need.
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", lambda **ignored: None, raising=False)
 

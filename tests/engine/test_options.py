@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.engine.arg_utils import EngineArgs
@@ -82,7 +81,6 @@ def test_options_that_decide_how_prompts_are_scheduled(
     [
         ("alibi_slopes", [0.5] * 4, "ALiBi"),
         ("kv_sharing_target_layer_name", "layer", "layers that share a KV cache"),
-        ("sinks", torch.zeros(4), "learned attention sinks"),
         ("logits_soft_cap", 30.0, "soft-capped"),
         ("sliding_window", 64, "sliding-window"),
     ],

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from oracle import kernels as reference
 from tests.gpu import pytorch_on_cpu
+from tests.inputs import random_sinks
 from tests.unit.test_page_tables import NUM_BLOCKS, Row, make_batch, rows_of
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
@@ -40,6 +41,7 @@ class Scene:
     dtype: torch.dtype = torch.float32
     slots_first: bool = True
     """Whether a slot's value follows its key, as in CUDA's pages."""
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -64,6 +66,7 @@ class Scene:
         shape = (len(self.rows), self.num_heads * self.group_size, self.head_size)
         self.query = torch.randn(shape).to(self.dtype)
         self.scale = 1.3 / math.sqrt(self.head_size)
+        self.sinks = random_sinks(shape[1]).to(self.dtype) if self.has_sinks else None
 
     def expected(self, layer: int) -> Tensor:
         """Return attention by its definition, float64."""
@@ -76,7 +79,10 @@ class Scene:
                     pages = self.pool[self.pages[layer][b][head]].double()
                     slots = pages.flatten(0, 1)[:length]
                     k, v = slots.chunk(2, dim=1)
-                    out[b, j] = (k @ self.query[b, j].double() * self.scale).softmax(0) @ v
+                    logits = k @ self.query[b, j].double() * self.scale
+                    if self.sinks is not None:
+                        logits = torch.cat((logits, self.sinks[j : j + 1].double()))
+                    out[b, j] = logits.softmax(0)[:length] @ v
         return out
 
     def plan(self, num_programs: int, chunk: int, device: str = "cpu") -> DecodePlan:
@@ -105,7 +111,8 @@ class Scene:
             out = torch.full(self.query.shape, NAN, dtype=self.dtype, device=device)
             # vLLM's queries may be a slice of a fused projection.
             query = torch.cat((self.query, self.query), dim=1).to(device)[:, : len(out[0])]
-            rest = (layer, self.scale, plan, out)
+            sinks = None if self.sinks is None else self.sinks.to(device)
+            rest = (layer, self.scale, plan, out, sinks)
             decode(query, keys, values, table, lengths, *regions, *rest)
             outs.append(out.cpu())
         return outs
@@ -123,8 +130,9 @@ def scenes(draw: st.DrawFn) -> Callable[[], Scene]:
     """Strategy for functions that make a scene, whose numbers are drawn at the call."""
     layers, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     size = draw(st.sampled_from([4, 6, 16]))
-    rows = draw(rows_of(layers * heads, size))
-    return lambda: Scene(layers, heads, rows, group_size=1, head_size=8, block_size=size)
+    rows, has_sinks = draw(rows_of(layers * heads, size)), draw(st.booleans())
+    sizes = {"group_size": 1, "head_size": 8, "block_size": size}
+    return lambda: Scene(layers, heads, rows, **sizes, has_sinks=has_sinks)
 
 
 def test_the_fixture_chooses_the_kernels(device: str) -> None:
@@ -196,7 +204,7 @@ RAGGED = [
     ("num_programs", "chunk"), [(1, 64), (2, 16), (5, 32), (13, 16), (31, 16), (90, 32)]
 )
 def test_any_number_of_programs_shares_the_work(device: str, num_programs: int, chunk: int) -> None:
-    scene = Scene(2, 3, RAGGED)
+    scene = Scene(2, 3, RAGGED, has_sinks=chunk == 16)
     scene.check(scene.run(device, num_programs, chunk))
 
 
@@ -217,15 +225,16 @@ def test_formats(
     device: str, dtype: torch.dtype, group_size: int, head_size: int, block_size: int
 ) -> None:
     rows = [Row(2 * block_size + 1), Row(5 * block_size, 1, 3, (2, 0)), Row(0)]
-    scene = Scene(1, 2, rows, group_size, head_size, block_size, dtype)
+    scene = Scene(1, 2, rows, group_size, head_size, block_size, dtype, has_sinks=group_size > 1)
     scene.check(scene.run(device, 3, 64))
 
 
 def test_transposed_pages_and_large_logits(device: str) -> None:
     """Logits that differ greatly neither overflow nor lose the largest."""
-    scene = Scene(2, 3, RAGGED, slots_first=False)
+    scene = Scene(2, 3, RAGGED, slots_first=False, has_sinks=True)
     scene.check(scene.run(device, 4, 32))
     scene.query *= 200
+    scene.sinks = scene.sinks * 100
     # A rounding error of a logit becomes a relative error of a weight.
     scene.check(scene.run(device, 5, 16), tolerance=1e-2)
 
@@ -284,6 +293,7 @@ def test_wrong_arguments_are_named() -> None:
         "lengths": scene.lengths.long(),
         "layer": 2,
         "out": out[1:],
+        "sinks": torch.zeros(5),
     }
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"^{name} "):

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from oracle.attention import attention_probabilities
 from oracle.statistics import SharedSet, shared_sets
-from tests.inputs import Layers, make_layers, observe_ragged
+from tests.inputs import Layers, make_layers, observe_ragged, random_sinks
 from vllm_tgvkv.kernels import gpu
-from vllm_tgvkv.kernels.row_chunks import TorchAttention
+from vllm_tgvkv.kernels.row_chunks import TorchAttention, observe_logits
 from vllm_tgvkv.kernels.row_sums import RowSums
 from vllm_tgvkv.kernels.statistics import (
     THRESHOLD,
@@ -265,6 +265,32 @@ def test_huge_logits(kernels: str, per_head: bool) -> None:
     assert (one.masked_fill(hidden, 0) == 0).all()
 
 
+@pytest.mark.parametrize("size", [1e3, -1e3])
+def test_sinks_far_above_and_below_all_logits(kernels: str, size: float) -> None:
+    """They leave nothing or everything, and never a number that is not one."""
+    arguments = make(70, 5, kernels)
+    sinks = torch.full((2, 2), size, device=kernels)
+    with_sinks, without = (
+        observe(**arguments, sinks=x, statistics=ALL, scratch=Poisoned()) for x in (sinks, None)
+    )
+    for name in ("column_sums", "column_maxima", "row_entropies"):
+        expected = getattr(without, name)
+        expected = torch.zeros_like(expected) if size > 0 else expected
+        torch.testing.assert_close(getattr(with_sinks, name), expected, **TOLERANCE)
+
+
+def test_probabilities_of_given_logits_leave_room_for_sinks() -> None:
+    """As recall gives them: one more column is the sinks'."""
+    logits, sinks = torch.randn(3, 2, 4, 30) * 3, random_sinks(3, 2)
+    positions = torch.arange(26, 30)
+    future = torch.arange(30) > positions[:, None]
+    masked = logits.double().masked_fill(future, -math.inf).exp()
+    total = masked.sum(-1) + sinks.double().exp()[..., None]
+    sets = shared_sets(masked / total[..., None], (positions + 1).tolist(), per_head=True)
+    given = torch.cat((logits, torch.full((3, 2, 4, 1), math.nan)), dim=-1)
+    check_sets(observe_logits(given, positions, ALL, 1 << 20, Poisoned(), sinks), sets)
+
+
 def test_a_subset_that_is_never_seen_gets_nothing(kernels: str) -> None:
     arguments = make(40, 3, kernels)
     arguments["row_positions"] = torch.tensor([3, 5, 20], device=kernels)
@@ -336,10 +362,13 @@ def test_no_rows_give_zeros(kernels: str) -> None:
         assert weighted.tolist() == [[0.0] * 9] * 2
 
 
-@pytest.mark.parametrize("per_head", [True, False])
-def test_sums_over_all_rows_of_several_chunks(kernels: str, per_head: bool) -> None:
+@pytest.mark.parametrize(("per_head", "has_sinks"), [(True, True), (False, False)])
+def test_sums_over_all_rows_of_several_chunks(
+    kernels: str, per_head: bool, has_sinks: bool
+) -> None:
     """Each chunk sees only the keys so far; NaN after them has no effect."""
     arguments = make(90, 90, kernels)
+    arguments["sinks"] = random_sinks(2, 2).to(kernels) if has_sinks else None
     by_set = exact(arguments).reshape(2 if per_head else 1, -1, 90, 90).mean(1)
     is_vision = torch.rand(90) < 0.5
     sums = RowSums(len(by_set), 90, torch.device(kernels))
@@ -359,6 +388,7 @@ def test_sums_over_all_rows_of_several_chunks(kernels: str, per_head: bool) -> N
             scale=arguments["scale"],
             per_head=per_head,
             scratch=scratch,
+            sinks=arguments["sinks"],
         )
         sums.add(chunk, is_vision[rows].to(kernels))
     for got, rows_of in (
@@ -469,6 +499,7 @@ def observed_layers(draw: st.DrawFn, device: str = "cpu", longest: int = 40) -> 
         is_transposed=draw(st.booleans()),
         extra_width=draw(st.integers(0, 3)),
         device=device,
+        has_sinks=draw(st.booleans()),
     )
 
 
@@ -479,14 +510,16 @@ def test_heads_of_different_lengths(kernels: str, data: st.DataObject, stored: b
     check_layers(layers, stored, workspace_bytes=data.draw(st.sampled_from([0, 1 << 12, 1 << 20])))
 
 
-@pytest.mark.parametrize(("per_head", "is_transposed"), [(True, False), (False, True)])
-def test_layers_of_several_tiles(kernels: str, per_head: bool, is_transposed: bool) -> None:
-    """Some heads end tiles before others, and some rows see nothing of the shortest."""
+@pytest.mark.parametrize(("per_head", "variant"), [(True, False), (False, True)])
+def test_layers_of_several_tiles(kernels: str, per_head: bool, variant: bool) -> None:
+    """Some heads end tiles before others, and some rows see nothing of the shortest.
+
+    The variant has transposed pages and learned sinks.
+    """
     lengths = [[300, 5], [1, 129]] if per_head else [[300, 300], [40, 40]]
     hidden = [140, *range(40, 0, -2), 0]
-    layers = make_layers(
-        lengths, hidden, per_head, 4, 32, 16, FP16, is_transposed=is_transposed, device=kernels
-    )
+    more = {"is_transposed": variant, "has_sinks": variant, "device": kernels}
+    layers = make_layers(lengths, hidden, per_head, 4, 32, 16, FP16, **more)
     check_layers(layers)
     check_layers(layers, stored=False, workspace_bytes=0)
 
@@ -519,6 +552,8 @@ WRONG_OF_LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"num_keys": 0}, "num_keys"),
     ({"scale": torch.ones(3)}, "scale"),
     ({"row_positions": torch.zeros(2).long()}, "row_positions"),
+    ({"sinks": torch.zeros(2, 2)}, "sinks"),
+    ({"sinks": torch.zeros(2, 2, 2).bfloat16()}, "sinks"),
 ]
 WRONG_OF_PROMPT: list[tuple[dict[str, Any], str]] = [
     ({"queries": torch.zeros(4, 2, 2)}, "queries"),

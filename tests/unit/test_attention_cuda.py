@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
 from tests.engine import flash_on_cpu
+from tests.inputs import random_sinks
 from tests.unit.test_page_tables import NUM_BLOCKS, Batch, batches
 from vllm_tgvkv.attention import cuda as attention_cuda
 from vllm_tgvkv.attention.base import EvictingMetadata
@@ -57,12 +58,14 @@ def make_pool(shape: CacheShape, num_blocks: int, device: str) -> PagePool:
     return PagePool(raw, keys, values, shape)
 
 
-def make_impl(layer: int, pool: PagePool, version: int = 3) -> EvictingFlashImpl:
+def make_impl(
+    layer: int, pool: PagePool, version: int = 3, sinks: torch.Tensor | None = None
+) -> EvictingFlashImpl:
     """One layer's attention, with the fields that ragged rows need."""
     impl = EvictingFlashImpl.__new__(EvictingFlashImpl)
     impl.kv_sharing_target_layer_name = None
     fields = {"scale": 0.3, "head_size": pool.shape.head_size, "vllm_flash_attn_version": version}
-    impl.__dict__.update(fields, kv_cache_dtype="auto")
+    impl.__dict__.update(fields, kv_cache_dtype="auto", sinks=sinks)
     impl.bind(layer, pool)
     return impl
 
@@ -72,7 +75,10 @@ def make_impl(layer: int, pool: PagePool, version: int = 3) -> EvictingFlashImpl
 
 @given(batch=batches(), data=st.data())
 def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> None:
-    """However many layers' tables fit at once and rows a launch, after rows of other numbers."""
+    """However many layers' tables fit at once and rows a launch, after rows of other numbers.
+
+    Some layers may have learned sinks.
+    """
     layers, heads, size = batch.layers, batch.heads, batch.block_size
     shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)
     table, seq_lens, *state = batch.pooled
@@ -103,10 +109,14 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
             outputs = []
             for layer in range(layers):
                 outputs.append(torch.full_like(query, float("nan")))
-                make_impl(layer, pool).attend_ragged(rows, None, query, outputs[-1])
+                impl = make_impl(layer, pool, sinks=sinks[layer])
+                impl.attend_ragged(rows, None, query, outputs[-1])
             return [output[first:end] for output in outputs]
 
         query = torch.randn(num_rows, heads * 2, 4)
+        sinks = [
+            random_sinks(heads * 2) if data.draw(st.booleans()) else None for _ in range(layers)
+        ]
         attend(0, data.draw(st.integers(1, num_rows)), takes_turns=False)
         outputs = attend(0, num_rows, takes_turns=data.draw(st.booleans()))
     lengths = torch.empty(layers, num_rows, heads, dtype=torch.int32)
@@ -115,7 +125,8 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
     for layer, output in enumerate(outputs):
         expected = torch.full_like(query, float("nan"), dtype=torch.float64)
         pages = (pool.keys.double(), pool.values.double())
-        decode(query.double(), *pages, table, lengths, *state, layer, 0.3, plan, expected)
+        given = (table, lengths, *state, layer, 0.3, plan, expected, sinks[layer])
+        decode(query.double(), *pages, *given)
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -206,6 +217,8 @@ class Counts(TorchDispatchMode):
         """Shapes of what each launch wrote."""
         self.attention: list[tuple[int, int]] = []
         """Virtual sequences and splits of each launch."""
+        self.sinks: list[tuple[int, int]] = []
+        """Virtual sequences and query heads of each launch that applies sinks."""
         self.merged: list[int] = []
         """Virtual sequences of each launch that merges summaries."""
 
@@ -228,6 +241,7 @@ class Counts(TorchDispatchMode):
         replace(page_tables, "write_page_tables", self._write_page_tables)
         replace(flash_attn, "flash_attn_varlen_func", self._attend)
         replace(summary_blocks, "merge_rows", self._merge)
+        replace(attention_cuda, "apply_sinks", self._apply_sinks)
         replace(flash_attn.FlashAttentionMetadataBuilder, "build", lambda *args: "stock")
         replace(flash_attn.FlashAttentionImpl, "forward", self._stock)
         super().__enter__()
@@ -250,6 +264,10 @@ class Counts(TorchDispatchMode):
         self.attention.append((size, arguments["num_splits"]))
         return ("output", "log sums") if arguments["return_softmax_lse"] else "output"
 
+    def _apply_sinks(self, outputs: Any, log_sums: Any, sinks: torch.Tensor) -> None:
+        assert log_sums == "log sums"
+        self.sinks.append((len(outputs), len(sinks)))
+
     def _merge(self, outputs: Any, log_sums: Any, queries: Any, *args: Any) -> None:
         block_table, seq_lens = args[2:4]
         assert log_sums == "log sums"
@@ -262,25 +280,33 @@ class Counts(TorchDispatchMode):
 
 
 def forward(
-    counts: Counts, metadata: EvictingMetadata[RaggedTokens], num_tokens: int, version: int = 3
+    counts: Counts,
+    metadata: EvictingMetadata[RaggedTokens],
+    num_tokens: int,
+    version: int = 3,
+    has_sinks: bool = False,
 ) -> None:
     """Run the attention of every layer."""
     pool = make_pool(SHAPE, 8, "meta")
-    impls = [make_impl(layer, pool, version) for layer in range(SHAPE.num_layers)]
     size = (num_tokens, SHAPE.num_heads * SHAPE.group_size, SHAPE.head_size)
+    sinks = torch.empty(size[1], device="meta") if has_sinks else None
+    impls = [make_impl(layer, pool, version, sinks) for layer in range(SHAPE.num_layers)]
     query, output = torch.empty(size, device="meta"), torch.empty(size, device="meta")
     with counts:
         for impl in impls:
             impl.forward(None, query, query, query, None, metadata, output)  # type: ignore[arg-type]
 
 
-def counted(requests: Requests, max_seq_len: int = 32768, **options: Any) -> tuple[Counts, Counts]:
+def counted(
+    requests: Requests, max_seq_len: int = 32768, has_sinks: bool = False, **options: Any
+) -> tuple[Counts, Counts]:
     """Return the counts of a step: of its metadata, and of the attention of all layers."""
     builder, common = requests.builder(**options), requests.common(max_seq_len)
     building, attending = Counts(), Counts()
     with building:
         metadata = builder.build(0, common)
-    forward(attending, metadata, common.num_actual_tokens, options.get("version", 3))
+    version = options.get("version", 3)
+    forward(attending, metadata, common.num_actual_tokens, version, has_sinks)
     return building, attending
 
 
@@ -317,6 +343,19 @@ def test_a_server_with_summaries_adds_a_launch_for_each_of_attention(
     assert building.views == plain_building.views
     assert (building.host, building.torch) == (attending.host, attending.torch) == (0, 0)
     assert attending.views == plain.views + 2 * len(attending.merged)
+
+
+@pytest.mark.parametrize("num_rows", [64, 256])
+def test_sinks_add_a_launch_for_each_of_attention(num_rows: int) -> None:
+    """And nothing else, on the host or on the device."""
+    _, attending = counted(Requests(num_rows), graphs=True, has_sinks=True)
+    _, plain = counted(Requests(num_rows), graphs=True)
+    num_heads = SHAPE.num_heads * SHAPE.group_size
+    assert attending.sinks == [(size, num_heads) for size, _ in plain.attention]
+    assert attending.attention == plain.attention
+    assert not plain.sinks
+    assert attending.views == plain.views
+    assert (attending.host, attending.torch) == (0, 0)
 
 
 @pytest.mark.parametrize("num_waiting", [0, 1, 64])

@@ -30,7 +30,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 from tests.engine import flash_on_cpu
 from tests.inputs import assert_says, head_scores, write_gates
 from vllm_tgvkv.attention.base import check_layer
-from vllm_tgvkv.config.server import CONFIG_KEY, config_of
+from vllm_tgvkv.attention.sinks import sinks_of
+from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig, config_of
 from vllm_tgvkv.engine import platforms
 from vllm_tgvkv.engine.compatibility import check_vllm_config
 from vllm_tgvkv.engine.flash_versions import flash_version
@@ -38,6 +39,7 @@ from vllm_tgvkv.engine.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
 from vllm_tgvkv.engine.platforms import Platform
 from vllm_tgvkv.policies.head_scores import write
 from vllm_tgvkv.shared.errors import EvictionConfigError, UnsupportedByEvictionError
+from vllm_tgvkv.worker.base import check_sinks
 from vllm_tgvkv.worker.decode_kernel import with_decode_kernel
 from vllm_tgvkv.worker.ranks import tensor_ranks
 
@@ -730,6 +732,38 @@ def test_the_decode_kernel_follows_vllms_choice_of_flash_attention(
     if page_size is not None:
         with pytest.raises(UnsupportedByEvictionError, match=r"blocks of 256 .* --block-size 128"):
             with_decode_kernel(ours, impl, 2 * page_size)
+
+
+@pytest.mark.parametrize("policy", ["retentivekv", "snapkv"])
+def test_summaries_are_refused_in_layers_with_sinks(policy: str) -> None:
+    """Which models without windows show only once they are built."""
+    mixes = {"mine": {"base": "snapkv", "summaries": "all"}}
+    for settings in ({"policy": policy}, {"policy": policy, "methods": mixes}):
+        config = EvictionConfig.from_mapping(settings)
+        if not config.summarises:
+            check_sinks(config)
+            continue
+        way_out = rf"--kv-eviction {policy} .*sinks yet: use a method without summaries"
+        with pytest.raises(UnsupportedByEvictionError, match=way_out):
+            check_sinks(config)
+
+
+def test_sinks_are_read_from_the_layers() -> None:
+    """Layers without any get -inf; loading weights again changes them."""
+    values = torch.randn(3, 6).bfloat16()
+    impls = [SimpleNamespace(sinks=x, num_kv_heads=2) for x in (values[0], None, values[2])]
+    read = sinks_of(impls)
+    assert read is not None
+    for _ in range(2):
+        found = read(slice(0, 2))
+        assert found.dtype == torch.float32
+        assert found.is_contiguous()
+        assert torch.equal(
+            found, torch.stack((values[0].float(), torch.full((6,), -torch.inf))).view(2, 2, 3)
+        )
+        assert torch.equal(read(slice(2, 3)), values[2:].float().view(1, 2, 3))
+        values.add_(1)
+    assert sinks_of(impls[1:2]) is None
 
 
 def test_vllm_loses_the_sampling_parameters_of_drafts_on_cpu() -> None:

@@ -185,6 +185,8 @@ class EvictingImpl(Generic[Rows]):
     kv_cache_dtype: str
     kv_sharing_target_layer_name: str | None
     scale: float
+    sinks: torch.Tensor | None
+    """Learned logit of one more key of each query head, whose value is zero, [H * G]."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -367,7 +369,6 @@ def check_layer(impl: AttentionImpl, may_slide: bool = False) -> None:
         (impl.alibi_slopes is not None, "ALiBi position biases"),
         (impl.sliding_window not in no_window, "sliding-window attention"),
         (bool(impl.logits_soft_cap), "soft-capped attention logits"),
-        (impl.sinks is not None, "learned attention sinks"),
         (shares and not may_slide, "layers that share a KV cache"),
     ):
         if found:

@@ -6,6 +6,9 @@ which come first in the batch, run as one virtual sequence per (request, KV head
 instead of blocks, through the same kernel; prefill chunks in the same batch run as in stock.
 A compressed request has several tokens in a step with drafts to verify, and after a preemption,
 when it recomputes what it had generated.
+
+One call of the kernel takes all virtual sequences. Of layers with learned sinks it takes those of
+one KV head: the kernel has a sink for each query head of a sequence, the same for all sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -41,10 +45,13 @@ from vllm_tgvkv.attention.base import (
 from vllm_tgvkv.attention.observer import Observer
 from vllm_tgvkv.cache.pages import FP8, PageLayoutError, PagePool
 from vllm_tgvkv.cache.regions import Regions
+from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.summaries.reads import SummaryReads
 
 _NUM_FP8_CODES = 123
 """Bytes 0 to 122 are finite numbers in every fp8 format."""
+
+_SINK_VECTOR = 16
 
 _TABLE_STEP = 16
 """Page tables grow by this many pages at once."""
@@ -54,23 +61,24 @@ _TABLE_STEP = 16
 class VirtualSequences:
     """The ragged rows of a step, one virtual sequence per (row, KV head), for all layers.
 
-    There are R rows with T tokens together. Sequences are ordered by row, then head.
+    There are R rows with T tokens together. In a call of the kernel sequences are ordered by row,
+    then head. There is one call for all heads, or one for each.
     """
 
     seq_lens: torch.Tensor
     """Keys of every row, evicted ones counted, int32 [R]."""
     starts: torch.Tensor
-    """First query of every sequence, int32 [R * H + 1]."""
+    """First query of every sequence of a call, int32 [R * H + 1], or [R + 1]; the same for all."""
     tables: torch.Tensor
     """Page numbers, int32 [L, R, H, W]."""
     lengths: torch.Tensor
     """Keys of every sequence, int32 [L, R, H]."""
-    schedules: list[torch.Tensor]
-    """The kernel's work partition of every layer."""
+    schedules: list[list[torch.Tensor]]
+    """The kernel's work partition of every call in every layer."""
     tokens: slice
     """The part of the batch that holds all tokens of the rows."""
     queries: Tokens
-    """Places of the T * H queries of one KV head each, in that part's [tokens * H]."""
+    """Places of the T * H queries of one KV head each, call by call, in the part's [tokens * H]."""
     summaries: SummaryReads | None = None
     """None if no row has summaries."""
 
@@ -159,6 +167,8 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         # An AMX machine would store keys in tiles, from which no single token can be copied.
         self.isa = "vec" if self.block_size % 32 == 0 else "vec16"
         self._set_isa_to_layers(layer_names)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self._has_sinks = any(layer.impl.sinks is not None for layer in layers.values())
         check_page_format(self.block_size, self.head_dim, self.dtype, self.isa, self.kv_cache_dtype)
 
     def bind(self, observer: Observer, rows: BatchRows) -> None:
@@ -211,7 +221,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
             self._last = None
             return None
         last.lengths += 1
-        last.schedules = [self._schedule(last.starts, lengths) for lengths in last.lengths]
+        last.schedules = [self._schedules(last.starts, lengths) for lengths in last.lengths]
         return last
 
     def _make_ragged(self, common: CommonAttentionMetadata, rows: torch.Tensor) -> VirtualSequences:
@@ -223,13 +233,18 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         only_decodes = total == num_rows
         tokens: slice
         queries: Tokens
+        heads_at_once = 1 if self._has_sinks else num_heads
         if only_decodes:  # then they are the first of the batch, in order
             tokens, queries = slice(total), slice(None)
-            starts = self._starts[: num_rows * num_heads + 1]
+            starts = self._starts[: num_rows * heads_at_once + 1]
+            if self._has_sinks:
+                queries = _of_each_head(torch.arange(total), num_heads)
         else:
             tokens = slice(None)
             first_tokens = common.query_start_loc[rows]
-            queries, starts = _queries_by_head(first_tokens, num_tokens, num_heads)
+            queries, starts = _queries_by_head(first_tokens, num_tokens, heads_at_once)
+            if self._has_sinks:
+                queries = _of_each_head(queries, num_heads)
         block_table, seq_lens = common.block_table_tensor[rows], common.seq_lens[rows]
         lengths = torch.empty(num_layers, num_rows, num_heads, dtype=torch.int32)
         regions.write_lengths(block_table, seq_lens, lengths)
@@ -238,7 +253,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
             starts=starts,
             tables=self._tables.update(block_table, seq_lens, lengths),
             lengths=lengths,
-            schedules=[self._schedule(starts, layer) for layer in lengths],
+            schedules=[self._schedules(starts, layer) for layer in lengths],
             tokens=tokens,
             queries=queries,
             summaries=SummaryReads.of_rows(
@@ -248,13 +263,18 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         self._last = ragged if only_decodes else None
         return ragged
 
+    def _schedules(self, starts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+        """Return the work partition of every call in a layer, from its lengths [R, H]."""
+        calls = _by_call(lengths, self._has_sinks)
+        return [self._schedule(starts, of_call) for of_call in calls]
+
     def _schedule(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return ops.cpu_attn_get_scheduler_metadata(
             num_reqs=lengths.numel(),
             num_heads=self.observer.pool.shape.group_size,
             num_kv_heads=1,
             head_dim=self.head_dim,
-            seq_lens=lengths.view(-1),
+            seq_lens=lengths,
             dtype=self.dtype,
             query_start_loc=starts,
             causal=True,
@@ -267,6 +287,11 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
 
 class EvictingCPUImpl(EvictingImpl[VirtualSequences], CPUAttentionBackendImpl):
     """One layer's attention, whose ragged rows run through vLLM's own kernel."""
+
+    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
+        super().bind(layer, pool, gate_outputs)
+        # The kernel loads a vector of 16, from wherever a head's sinks start.
+        self._sinks = torch.zeros(self.num_kv_heads, self.num_queries_per_kv + _SINK_VECTOR)
 
     def kernel_pages(self, pool: PagePool) -> Sequence[torch.Tensor]:
         return pool.raw.view(-1, 1, 2 * pool.shape.block_size, self.head_size).chunk(2, dim=2)
@@ -283,30 +308,50 @@ class EvictingCPUImpl(EvictingImpl[VirtualSequences], CPUAttentionBackendImpl):
         by_head = (-1, self.num_queries_per_kv, self.head_size)
         queries = query[rows.tokens].reshape(by_head)
         outputs = output[rows.tokens].view(by_head)
-        ragged_outputs = outputs[rows.queries]
-        ops.cpu_attention_with_kv_cache(
-            query=queries[rows.queries],
-            key_cache=self.key_pages,
-            value_cache=self.value_pages,
-            output=ragged_outputs,
-            query_start_loc=rows.starts,
-            seq_lens=rows.lengths[self.layer].view(-1),
-            scale=self.scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=rows.tables[self.layer].flatten(0, 1),
-            softcap=0,
-            scheduler_metadata=rows.schedules[self.layer],
-            s_aux=None,
-            k_scale=layer._k_scale_float,
-            v_scale=layer._v_scale_float,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+        ragged_queries, ragged_outputs = queries[rows.queries], outputs[rows.queries]
+        schedules = rows.schedules[self.layer]
+        num_calls = len(schedules)
+        for q, out, lengths, tables, schedule, sinks in zip(
+            ragged_queries.chunk(num_calls),
+            ragged_outputs.chunk(num_calls),
+            _by_call(rows.lengths[self.layer], num_calls > 1),
+            _by_call(rows.tables[self.layer], num_calls > 1),
+            schedules,
+            self._sinks_by_call(num_calls),
+            strict=True,
+        ):
+            ops.cpu_attention_with_kv_cache(
+                query=q,
+                key_cache=self.key_pages,
+                value_cache=self.value_pages,
+                output=out,
+                query_start_loc=rows.starts,
+                seq_lens=lengths,
+                scale=self.scale,
+                causal=True,
+                alibi_slopes=None,
+                sliding_window=-1,
+                block_table=tables,
+                softcap=0,
+                scheduler_metadata=schedule,
+                s_aux=sinks,
+                k_scale=layer._k_scale_float,
+                v_scale=layer._v_scale_float,
+                kv_cache_dtype=self.kv_cache_dtype,
+            )
         write_back(outputs, rows.queries, ragged_outputs)
         if rows.summaries is not None:
             tables, lengths = rows.tables[self.layer], rows.lengths[self.layer]
             rows.summaries.merge(outputs, queries, tables, lengths, self.layer, self.scale)
+
+    def _sinks_by_call(self, num_calls: int) -> Sequence[torch.Tensor | None]:
+        """Return the sinks of the query heads in each call, float32 [G]; None where are none."""
+        if self.sinks is None:
+            return [None] * num_calls
+        of_heads = self._sinks[:, : self.num_queries_per_kv]
+        # From the layer's own tensor each time: weights may be loaded again.
+        of_heads.copy_(self.sinks.detach().view_as(of_heads))
+        return of_heads.unbind()
 
 
 class EvictingCPUBackend(EvictingBackend, CPUAttentionBackend):
@@ -320,6 +365,18 @@ class EvictingCPUBackend(EvictingBackend, CPUAttentionBackend):
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
+
+
+def _by_call(of_sequences: torch.Tensor, by_head: bool) -> Sequence[torch.Tensor]:
+    """Divide a layer's tensor [R, H, ...] among the calls of the kernel: all, or one a head."""
+    if not by_head:
+        return (of_sequences.flatten(0, 1),)
+    return of_sequences.transpose(0, 1).contiguous().unbind()
+
+
+def _of_each_head(tokens: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return the places of tokens' queries in [tokens * H], head by head, int64 [H * T]."""
+    return (tokens * num_heads + torch.arange(num_heads)[:, None]).flatten()
 
 
 def _queries_by_head(

@@ -43,6 +43,7 @@ from vllm_tgvkv.attention.observer import Observer
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
+from vllm_tgvkv.kernels.sinks import apply_sinks
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 
 _TABLE_BYTES = 64 << 20
@@ -178,8 +179,12 @@ class FlashKernel(RaggedKernel):
                 block_table=table,
                 fa_version=impl.vllm_flash_attn_version,
                 num_splits=rows.num_splits,
-                return_softmax_lse=self._summaries.are_used,
+                return_softmax_lse=self._summaries.are_used or impl.sinks is not None,
             )
+            if impl.sinks is not None:
+                # They differ between KV heads. FlashAttention, to which all virtual sequences have
+                # the same heads, takes one for each of these.
+                apply_sinks(out, found[1], impl.sinks)
             if self._summaries.are_used:
                 of_launch = slice(number * size, (number + 1) * size)
                 self._summaries.merge(
@@ -241,6 +246,7 @@ class TritonKernel(RaggedKernel):
             impl.scale,
             self._current_plan,
             output,
+            impl.sinks,
         )
 
 

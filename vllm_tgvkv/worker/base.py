@@ -21,14 +21,16 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_tgvkv.attention.base import EvictingBuilder, EvictingImpl
+from vllm_tgvkv.attention.sinks import sinks_of
 from vllm_tgvkv.blocks.manager import EvictingSpec
 from vllm_tgvkv.blocks.states import packed_block_size, with_plain_specs, with_state_specs
 from vllm_tgvkv.cache.pages import FP8, PagePool, page_pool
 from vllm_tgvkv.config.digest import digest, settings_of_worker
-from vllm_tgvkv.config.server import config_of
+from vllm_tgvkv.config.server import EvictionConfig, config_of
 from vllm_tgvkv.gates.tap import attach_taps
 from vllm_tgvkv.recall.tier import FileTier, MemoryTier, Tier
 from vllm_tgvkv.shared.counters import EvictionCounters
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 from vllm_tgvkv.shared.plan import Eviction, Restored, StepPlan, attach_outcomes, plan_of
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decode_kernel import with_decode_kernel
@@ -59,6 +61,20 @@ def evicting_backend(replaced: AttentionBackendEnum, backend: str) -> Iterator[N
     finally:
         replaced.clear_override()
         selector._cached_get_attn_backend.cache_clear()
+
+
+def check_sinks(config: EvictionConfig) -> None:
+    """Refuse methods that do not work in layers with learned attention sinks.
+
+    Raises:
+        UnsupportedByEvictionError: if a method of the server keeps summaries.
+    """
+    if config.summarises:
+        raise UnsupportedByEvictionError(
+            f"--kv-eviction {config.policy} or one of its methods keeps summaries of evicted "
+            "tokens, which do not work in layers with learned attention sinks yet: use a method "
+            "without summaries and no mix with them, or leave out --kv-eviction"
+        )
 
 
 class EvictingWorker:
@@ -142,6 +158,10 @@ class EvictingWorker:
             self._recaller_of(pool, layers, builder.kv_cache_spec),
             lambda: [layer.impl.product_scale(layer) for layer in layers],
         )
+        sinks = sinks_of([layer.impl for layer in layers])
+        if sinks is not None:
+            check_sinks(config_of(self.vllm_config))
+        self._evictor.context.sinks = sinks
         indices = {layer.layer_name: index for index, layer in enumerate(layers)}
         for layer in members:
             owner = layer.kv_sharing_target_layer_name or layer.layer_name

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +36,9 @@ class ObserverContext:
     workspace_bytes: int = WORKSPACE_BYTES
     scratch: Scratch = field(default_factory=Scratch)
     """Buffers of the statistics; the layers of a step share them."""
+    sinks: Callable[[slice], torch.Tensor] | None = None
+    """Returns the learned sinks of some layers, float32 [layers, H, G], see `ObservedRows`. None if
+    no layer has sinks."""
     num_waiting_rows: int = 0
     """Rows of this step's batch whose queries wait until their layers are scored together."""
 

@@ -355,6 +355,7 @@ class PromptObservation:
             scale,
             row_positions=rows.positions if are_alike else None,
             values=context.pool.values,
+            sinks=context.sinks and context.sinks(slice(first, first + len(scales))),
         )
         return observe_layers(
             observed, rows.per_head, rows.statistics, context.workspace_bytes, context.scratch

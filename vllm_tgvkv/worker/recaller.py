@@ -236,7 +236,9 @@ class Recaller:
         for layers, scale in self._parts(len(stored), num_tokens):
             num_layers = layers.stop - layers.start
             first, num_pairs = layers.start * shape.num_heads, num_layers * shape.num_heads
-            of_logits = num_pairs, shape.group_size, len(stored), num_tokens
+            sinks = context.sinks and context.sinks(layers).flatten(0, 1)
+            width = num_tokens + (sinks is not None)
+            of_logits = num_pairs, shape.group_size, len(stored), width
             logits = self._scratch.take("recalled", of_logits, tail.device)
             products = logits.flatten(1, 2)
             queries = context.queries.load(layers, stored).float().mul_(scale)
@@ -258,6 +260,7 @@ class Recaller:
                 row.policy.statistics(row.policy.score.rows),
                 context.workspace_bytes,
                 self._scratch,
+                sinks,
             )
             view = LayerView(
                 context.stages.first_layer + layers.start,

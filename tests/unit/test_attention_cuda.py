@@ -409,11 +409,15 @@ def test_queries_go_to_the_rows_of_requests_that_wait() -> None:
 def test_only_servers_that_wait_store_queries_in_graphs(
     settings: dict[str, Any], work: str
 ) -> None:
-    """A step with other work is observed in any case, and stores no query twice."""
+    """A step with other work is observed in any case, and stores no query twice.
+
+    An eviction whose votes are all stored follows the step.
+    """
     requests = Requests(3)
     builder = requests.builder(graphs=True, **settings)
-    builder.observer.begin_step(StepPlan(**{work: [object()]}))
-    in_graph = bool(settings) and work == "observations"
+    part: Any = SimpleNamespace(request_id="a", stored=np.ones(1, np.int64))
+    builder.observer.begin_step(StepPlan(**{work: [part]}))
+    in_graph = work == "evictions" or (bool(settings) and work == "observations")
     assert builder.observer.has_work(single_tokens=True) == (not in_graph)
     builder.observer.begin_step(StepPlan())
     metadata = builder.build(0, requests.common())

@@ -86,15 +86,18 @@ def step(new_blocks: dict[str, list[int] | None], *resumed: str) -> SchedulerOut
 
 
 @pytest.mark.parametrize("observes", [True, False])
-def test_v1_runs_a_step_of_single_tokens_outside_of_graphs_if_it_is_observed(
-    observes: bool,
+@pytest.mark.parametrize("mixed", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE])
+def test_v1_runs_attention_of_single_tokens_outside_of_graphs_if_it_is_observed(
+    observes: bool, mixed: CUDAGraphMode
 ) -> None:
-    """By vLLM's dispatcher, with graphs for decode steps and piecewise graphs for the others."""
+    """By vLLM's dispatcher, with graphs for decode steps, and piecewise or none for the others."""
     config = VllmConfig()
     dispatcher = CudagraphDispatcher(config)
     config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8]
     config.compilation_config.max_cudagraph_capture_size = 8
-    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE)
+    piecewise = mixed == CUDAGraphMode.PIECEWISE
+    both, alone = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
+    dispatcher.initialize_cudagraph_keys(both if piecewise else alone)
     ours = runner(
         EvictingModelRunnerV1,
         observes,
@@ -114,8 +117,8 @@ def test_v1_runs_a_step_of_single_tokens_outside_of_graphs_if_it_is_observed(
         )
         return found
 
-    assert mode(1, 1) == (CUDAGraphMode.NONE if observes else CUDAGraphMode.FULL)
-    assert mode(1, 7) == CUDAGraphMode.PIECEWISE
+    assert mode(1, 1) == (mixed if observes else CUDAGraphMode.FULL)
+    assert mode(1, 7) == mixed
 
 
 @pytest.mark.parametrize("observes", [True, False])

@@ -145,7 +145,8 @@ class EvictingModelRunnerV1(ChangingRows, GPUModelRunnerV1):
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         if self.worker.observes and kwargs["max_num_scheduled_tokens"] == 1:
-            kwargs["force_eager"] = True
+            # As a prompt's chunk: piecewise graphs leave attention out.
+            kwargs["force_uniform_decode"] = False
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.scheduler.double import Double, Job, Setup
 from tests.scheduler.test_simulation import Workload, make_workload, prompt, run_all, settings
+from vllm_tgvkv.scheduler import scheduler
 
 SIZE = 16
 
@@ -57,7 +58,18 @@ def test_random_workloads_with_states_end_and_leave_nothing_behind() -> None:
 def hybrid(**fields: Any) -> Double:
     """Return a server of a model with states and windows; every state that can be cached is."""
     given: dict[str, Any] = {"eviction": settings(), "retention": None, "num_blocks": 200}
-    return Double(Setup(block_size=SIZE, states=2, window=40, **{**given, **fields}))
+    return Double(Setup(**{"block_size": SIZE, "states": 2, "window": 40, **given, **fields}))
+
+
+def test_long_blocks_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    warning = lambda message, *values: lines.append(message % values)  # noqa: E731
+    monkeypatch.setattr(scheduler.logger, "warning", warning)
+    for size, number in ((256, 0), (528, 1)):
+        hybrid(block_size=size, max_model_len=8 * size)
+        assert len(lines) == number
+    assert "blocks have 528 tokens" in lines[0]
+    assert "--block-size 16" in lines[0]
 
 
 def cached_ends(double: Double, job: Job) -> list[set[int]]:

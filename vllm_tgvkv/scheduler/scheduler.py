@@ -59,6 +59,9 @@ _LOOK_SECONDS = 1e-3
 """Between two looks whether blocks were read, while nothing else is to do. vLLM waits as long while
 blocks are on their way here."""
 
+_LONG_BLOCK = 256
+"""Tokens. A hybrid model has longer blocks than this unless `--block-size` is given."""
+
 
 class EvictionScheduler(Scheduler):
     """The stock scheduler with evictions; all scheduling decisions stay vLLM's.
@@ -85,6 +88,14 @@ class EvictionScheduler(Scheduler):
                 f"{config.decode and config.decode.max_tokens} and blocks of "
                 f"{self.tokens_per_block} tokens, which this model has: give at least {least} "
                 "tokens, a smaller --block-size, or leave out --kv-eviction"
+            )
+        if self.tokens_per_block > _LONG_BLOCK:
+            logger.warning(
+                "KV eviction: this model's blocks have %d tokens, and every layer and head keeps "
+                "%d tokens or more. Where a prompt keeps less than twice as many, all heads keep "
+                "about the same number; --block-size 16 lets them differ",
+                self.tokens_per_block,
+                config.least_ceiling(self.tokens_per_block),
             )
         if config.debug.poison:
             record_freed_and_new(self.manager, self.other_managers)

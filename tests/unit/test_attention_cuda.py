@@ -185,7 +185,7 @@ class Requests:
 
         made: Any = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
         scheduler = SimpleNamespace(max_num_seqs=1024)
-        model = SimpleNamespace(max_model_len=32768)
+        model = SimpleNamespace(max_model_len=32768, dtype=torch.bfloat16)
         made.__dict__.update(
             vllm_config=SimpleNamespace(scheduler_config=scheduler, model_config=model),
             device=torch.device("meta"),
@@ -326,6 +326,25 @@ def test_host_budget_of_a_decode_step(graphs: bool) -> None:
     assert attending.attention == [(512, 32)] * SHAPE.num_layers
     assert (attending.host, attending.torch) == (0, 0)
     assert attending.views <= 4 * SHAPE.num_layers + 3 + 4 * num_writes + 1
+
+
+@pytest.mark.parametrize("kernel", ["stock", "triton"])
+def test_every_kernel_of_a_ragged_row_runs_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """Also without graphs, whose capture would compile them."""
+    builder = Requests(1).builder(decode_kernel=kernel)
+    called: list[str] = []
+    for name in ("decode", "plan_decode"):
+        monkeypatch.setattr(attention_cuda, name, lambda *_, name=name: called.append(name))
+    layer: Any = SimpleNamespace(impl=make_impl(0, make_pool(SHAPE, 8, "meta"), 3, None))
+    with Counts() as counts:
+        builder.warm_up(layer)
+    assert counts.lengths == 1
+    if kernel == "stock":
+        assert (len(counts.tables), counts.attention, called) == (1, [(SHAPE.num_heads, 32)], [])
+    else:
+        assert (counts.tables, counts.attention, called) == ([], [], ["plan_decode", "decode"])
 
 
 @pytest.mark.parametrize("graphs", [False, True])

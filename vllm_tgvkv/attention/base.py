@@ -159,6 +159,9 @@ class EvictingBuilder(Generic[Rows]):
             metadata.stored_queries = observer.stored_queries(common.num_reqs, first_token)
         return metadata
 
+    def warm_up(self, layer: AttentionLayer) -> None:
+        """Compile what ragged rows need, given the first evicted layer."""
+
     def split(self, common: CommonAttentionMetadata) -> Split[Rows]:
         """Split a batch, once the cache is allocated."""
         raise NotImplementedError

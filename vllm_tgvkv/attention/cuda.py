@@ -285,6 +285,24 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         if self.use_full_cuda_graph:
             observer.record_decodes(max_rows)
 
+    def warm_up(self, layer: AttentionLayer) -> None:
+        """Let the first evicted layer decode a token that nobody has.
+
+        So all kernels of ragged rows are compiled before the first request, with graphs or without.
+        """
+        shape, device = self.observer.pool.shape, self.device
+        width = cdiv(self.vllm_config.model_config.max_model_len, shape.block_size)
+        rows = self._ragged_tokens(
+            torch.zeros(1, width, dtype=torch.int32, device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
+            max_seq_len=1,
+            tokens=slice(1),
+            takes_turns=False,
+        )
+        size = 1, shape.num_heads * shape.group_size, shape.head_size
+        query = torch.zeros(size, dtype=self.vllm_config.model_config.dtype, device=device)
+        layer.impl.attend_ragged(rows, layer, query, torch.empty_like(query))
+
     def split(self, common: CommonAttentionMetadata) -> Split[RaggedTokens]:
         """Split off all decode tokens, and every token of compressed requests with several.
 

@@ -73,9 +73,12 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         warm_up(self.evictor)
-        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for layer in layers.values():
             if isinstance(impl := getattr(layer, "impl", None), EvictingImpl):
                 impl.warm_up_gate()
+        _, builder = self._evicted_group()
+        builder.warm_up(next(layers[x] for x in builder.layer_names if layers[x].impl.layer == 0))
         return super().compile_or_warm_up_model()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

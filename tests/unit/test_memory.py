@@ -28,7 +28,11 @@ from tests.configs import AdjustedConfig
 from tests.conftest import ROOT
 from tests.inputs import gates, head_scores, product, replace_kernels
 from tests.unit.test_policies import NoSynchronisation
-from vllm_tgvkv.attention.cuda import EvictingFlashMetadataBuilder, RaggedKernel
+from vllm_tgvkv.attention.cuda import (
+    EvictingFlashMetadataBuilder,
+    RaggedKernel,
+    most_split_sequences,
+)
 from vllm_tgvkv.blocks.manager import EvictingSpec, StateSpec, WindowSpec
 from vllm_tgvkv.blocks.states import evicted_specs
 from vllm_tgvkv.cache.pages import CacheShape, page_pool
@@ -452,6 +456,7 @@ def test_the_pool_gets_what_eviction_leaves(
         model_config=SimpleNamespace(max_model_len=TOKENS, dtype=torch.bfloat16),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
+        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
     )
     impl = SimpleNamespace(num_queries_per_kv=4)
     layers = {"layer.0": SimpleNamespace(impl=impl)}
@@ -480,7 +485,8 @@ def test_the_pool_gets_what_eviction_leaves(
     if given:
         assert left == given
         return
-    expected = memory_outside_pool(settings("tgv"), replace(SIZES, step_tokens=8192, max_rows=512))
+    own = {"step_tokens": 8192, "max_rows": 512, "split_sequences": 32 * 992}
+    expected = memory_outside_pool(settings("tgv"), replace(SIZES, **own))
     assert memory_of(config, evicted_specs(specs)) == expected
     assert left == expected.left_for_pool(10 << 30, SHAPE.num_pairs * 16 * 2 * 128 * 2)
     assert 0 < left < (10 << 30) - expected.num_bytes
@@ -540,6 +546,8 @@ def test_the_page_has_these_formulas() -> None:
     ):
         config = settings(method, granularity, **more)
         sizes = replace(SIZES, step_tokens=8192, max_tokens=1 << 15, table_width=2048)
+        split = most_split_sequences(sizes.max_rows, SHAPE.num_heads, 32)
+        sizes = replace(sizes, split_sequences=split)
         policy = config.build_policy(method)
         found = {
             **memory._of_server(config, sizes),
@@ -556,6 +564,7 @@ def test_the_page_has_these_formulas() -> None:
             "N": SHAPE.block_size,
             "P": sizes.max_tokens,
             "B": sizes.step_tokens,
+            "X": 32,
             "R": sizes.max_rows,
             "Q": config.num_query_rows,
             "b": sizes.element_bytes,

@@ -61,6 +61,11 @@ _REPLAY_ROWS = 128
 """Most ragged rows at once of a request that computes several tokens, which is rare (see below)."""
 
 
+def most_split_sequences(max_rows: int, num_heads: int, num_splits: int) -> int:
+    """Return the most sequences of a launch that splits them, times the splits of each."""
+    return num_splits * min(max_rows * num_heads, _MAX_SPLIT_SEQUENCES)
+
+
 @dataclass
 class RaggedTokens:
     """R tokens that attend as virtual sequences, one for each of their KV heads."""

@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_tgvkv.attention.base import EvictingImpl
+from vllm_tgvkv.attention.cuda import most_split_sequences
 from vllm_tgvkv.blocks.states import evicted_specs, with_plain_specs
 from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.server import config_of
@@ -104,15 +105,21 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
     impl = compilation.static_forward_context[name].impl
     group_size = impl.num_queries_per_kv
     model = vllm_config.model_config
+    max_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
     sizes = Sizes(
         CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size),
         element_bytes=model.dtype.itemsize,
         max_tokens=model.max_model_len,
         step_tokens=scheduler.max_num_batched_tokens,
-        max_rows=max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0),
+        max_rows=max_rows,
         table_width=cdiv(model.max_model_len, spec.block_size),
         workspace_bytes=WORKSPACE_BYTES,
         ranks=tensor_ranks(vllm_config),
+        split_sequences=most_split_sequences(
+            max_rows,
+            spec.num_kv_heads,
+            vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph,
+        ),
     )
     config = with_decode_kernel(config_of(vllm_config), impl, spec.block_size)
     return memory_outside_pool(config, sizes)

@@ -60,6 +60,8 @@ class Sizes:
     """Bound of each buffer of the statistics."""
     ranks: Ranks = field(default_factory=Ranks)
     """The tensor-parallel ranks."""
+    split_sequences: int = 0
+    """Most sequences of a launch of FlashAttention 3 that splits them, times the splits of each."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ def _of_server(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
         return {"lengths": lengths, "division of work": work, **lines}
     of_layer = 4 * sequences * sizes.table_width
     tables = max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES))
-    return {"lengths": lengths + 4 * (sequences + 1), "page tables": tables, **lines}
+    # Every split of a sequence has an output in float32 and a logarithm, before they are added.
+    partial = 4 * sizes.split_sequences * shape.group_size * (shape.head_size + 1)
+    lengths += 4 * (sequences + 1)
+    return {"lengths": lengths, "page tables": tables, "partial outputs": partial, **lines}
 
 
 def _of_recall(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:

@@ -13,39 +13,80 @@ from vllm_tgvkv.cache.queries import QueryPool, StoredQueries
 from vllm_tgvkv.scheduler.query_rows import QueryRows
 from vllm_tgvkv.shared.plan import NO_ROW
 
-EVENTS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans()), max_size=40)
+EVENTS = st.lists(
+    st.tuples(
+        st.integers(0, 7), st.integers(1, 4), st.sampled_from(("take", "end", "unscheduled"))
+    ),
+    max_size=60,
+)
 
 
-@given(num_rows=st.integers(1, 20), events=EVENTS)
-def test_a_row_has_one_owner(num_rows: int, events: list[tuple[int, int, bool]]) -> None:
-    rows = QueryRows(num_rows)
-    held: dict[str, np.ndarray] = {}
-    for number, wanted, gives_back in events:
-        name = f"r{number}"
-        num_free = num_rows - sum(map(len, held.values()))
-        if gives_back:
-            rows.give_back([name, "unknown"])
-            held.pop(name, None)
-        elif name not in held:
-            assert rows.take(name, wanted) == (wanted <= num_free)
-            assert wanted <= num_free or not rows.take("later", 1)  # nobody overtakes
-            rows.end_step({*held, name})
-            if wanted <= num_free:
-                found = rows.of(name)
-                assert found is not None
-                assert len(found) == wanted
-                held[name] = found
+@given(
+    num_rows=st.integers(9, 24),
+    most=st.lists(st.integers(1, 9), min_size=8, max_size=8),
+    events=EVENTS,
+)
+def test_rows_have_one_owner_and_nobody_waits_for_ever(
+    num_rows: int, most: list[int], events: list[tuple[int, int, str]]
+) -> None:
+    """Requests take rows a few at a time, up to `most` at their cuts, and end at any time."""
+    rows, held = QueryRows(num_rows), dict[str, np.ndarray]()
+    asked: dict[str, int] = {}
+
+    def check() -> None:
         assert rows.num_free == num_rows - sum(map(len, held.values()))
+        owed = sum(asked[name] - len(own) for name, own in held.items())
+        assert rows.num_spare == max(rows.num_free - owed, 0)
         taken = np.concatenate([*held.values(), np.empty(0, np.int64)])
         assert len(np.unique(taken)) == len(taken)
         assert ((taken != NO_ROW) & (taken >= 0) & (taken <= num_rows)).all()
-        for other in (f"r{i}" for i in range(6)):
-            assert (rows.of(other) is None) == (other not in held)
-    rows.give_back(list(held))
+        for name, own in held.items():
+            assert np.array_equal(rows.of(name), own)
+
+    def take(name: str, more: int, scheduled: bool = True) -> bool:
+        before = held.get(name, np.empty(0, np.int64))
+        wanted = min(len(before) + more, asked[name])
+        given = rows.take(name, wanted, asked[name])
+        found = rows.of(name)
+        assert given or np.array_equal(np.empty(0) if found is None else found, before)
+        rows.end_step({*held, name} if scheduled else set(held) - {name})
+        if given and scheduled:
+            assert found is not None
+            assert np.array_equal(found[: len(before)], before)
+            held[name] = found
+            assert len(found) == wanted
+        return given
+
+    for number, more, kind in events:
+        name = f"r{number}"
+        asked[name] = most[number]
+        if kind == "end":
+            rows.give_back([name, "unknown"])
+            held.pop(name, None)
+        else:
+            take(name, more, scheduled=kind == "take")
+        check()
+    while held:  # whoever holds some gets the rest, without others that end
+        ready = [name for name in held if take(name, asked[name])]
+        assert ready
+        rows.give_back(ready)
+        for name in ready:
+            del held[name]
+        check()
     assert rows.num_free == num_rows
-    assert rows.take("all", num_rows)
-    rows.end_step(())  # it was not scheduled
-    assert rows.num_free == num_rows
+
+
+def test_more_requests_wait_than_the_pool_holds_at_their_ends() -> None:
+    rows, most = QueryRows(100), 33
+    for number in range(10):
+        assert rows.take(f"r{number}", 1, most)
+    assert rows.num_spare == 0
+    assert not rows.take_spare("choice", 1)
+    assert not rows.take("many", 91, 91)
+    assert not rows.take("later", 1, most), "nobody overtakes a request that waits for its first"
+    assert rows.take("r3", 2, most), "but those that hold some go on"
+    rows.end_step({f"r{number}" for number in range(10)})
+    assert rows.num_free == 89
 
 
 def test_queries_come_back_as_they_were_stored() -> None:

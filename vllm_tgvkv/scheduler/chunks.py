@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_tgvkv.blocks.manager import EvictingManager
@@ -113,8 +114,8 @@ class ChunkLimits:
     ) -> bool:
         """Take query rows for a chunk of a candidate if it needs any; return False if it waits.
 
-        It needs none if all tokens that vote are in the chunk that evicts. Otherwise it takes them
-        with the first token that votes, and holds them until the cut. Two requests cannot wait for
+        It needs none if all tokens that vote are in the chunk that evicts. Otherwise it takes one
+        with each token that votes, and holds them until the cut. Two requests cannot wait for
         each other for ever: one that waits for rows does not advance and so holds nobody back
         (`blocks/admission.py`), and if blocks run out vLLM preempts the last request with its rows.
         """
@@ -130,4 +131,4 @@ class ChunkLimits:
         assert candidate.cut is not None
         if end == candidate.cut.at and start <= max(rows[0], candidate.num_cached):
             return True
-        return self._query_rows.take(request_id, len(rows))
+        return self._query_rows.take(request_id, int(np.searchsorted(rows, end)), len(rows))

@@ -267,7 +267,7 @@ class Pressure:
             before = chosen.get(option.number)
             wanted += option.not_freed - (before.not_freed if before else 0)
             chosen[option.number] = option
-        num_rows = self._query_rows.num_free
+        num_rows = self._query_rows.num_spare
         for number, option in chosen.items():
             request, candidate, _, num_full = each = shrinkable[number]
             lower = (k for k in candidate.stages if k <= option.num_retained)

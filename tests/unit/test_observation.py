@@ -104,7 +104,7 @@ def observe(
         else:
             seen.see_layer(SHAPE.num_layers - 1, queries, 1.0)
     assert seen.error is None
-    assert len(seen.scores) == len(seen.strengths) == SHAPE.num_layers
+    assert seen.num_shown == SHAPE.num_layers
     return launches.torch - before[0], launches.kernel.num_launches - before[1]
 
 
@@ -116,7 +116,7 @@ def observe(
 def test_an_eviction_takes_few_launches_for_each_batch_of_layers(
     launches: Launches, granularity: str, num_tokens: int, num_batches: int, stored: bool
 ) -> None:
-    """The kernels that read queries and keys, and 14 of torch. Layer by layer it would be 756.
+    """The kernels that read queries and keys, and 15 of torch. Layer by layer it would be 756.
 
     Each layer's queries are copied while it runs: to wait, or into the query pool.
     """
@@ -126,7 +126,7 @@ def test_an_eviction_takes_few_launches_for_each_batch_of_layers(
     by_torch, by_triton = observe(evictor, plan, num_tokens, launches)
     copies = SHAPE.num_layers * (2 if stored else 1)
     assert by_triton == 4 * num_batches
-    assert by_torch <= copies + 14 * num_batches
+    assert by_torch <= copies + 15 * num_batches
     assert by_torch + by_triton < 756 / 1.5
 
 
@@ -134,7 +134,7 @@ def test_an_eviction_takes_few_launches_for_each_batch_of_layers(
     ("method", "num_tokens", "most"),
     [
         *((method, 2000, 120) for method in ("reach", "snapkv", "adakv", "tgv", "pyramidkv")),
-        *(("reach", 8000, 270), ("snapkv", 8000, 200), ("tgv", 8000, 120)),
+        *(("reach", 8000, 280), ("snapkv", 8000, 200), ("tgv", 8000, 120)),
         ("kvzap", 2000, 320),
     ],
 )

@@ -182,8 +182,9 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     # Of one prompt at a time, one after the other:
     num_parts = sizes.ranks.num_parts if policy.granularity == "head" else 1
     of_part = (scores + guarded) * tokens
-    stacked = of_part * num_parts
-    # This rank's tensor, all ranks' as they arrive, and all in the order of the heads.
+    stacked = of_part * num_parts if num_parts > 1 else 0
+    # This rank's tensors side by side, all ranks' as they arrive, and all in the order of the heads,
+    # where one of them is copied after the other.
     gathered = of_part * (2 + sizes.ranks.size + num_parts) if num_parts > 1 else 0
     # Ranking keys, slice by slice, while the pages of every head are found.
     choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * num_parts * tokens
@@ -199,6 +200,7 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     )
     if config.recall is not None:
         work = max(work, _of_choice(config.recall, policy, sizes))
+    work += 16 * tokens  # which of them are vision, tiers and places, for all heads
     if config.keeps_positions:  # of a compressed request, see `RaggedKeys`
         work += 8 * shape.num_pairs * tokens
     return {**lines, "work": work}

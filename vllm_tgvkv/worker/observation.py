@@ -63,14 +63,10 @@ class PromptObservation:
         self.error: Exception | None = None
         """The first exception raised for the prompt on this rank."""
         self.exchanges = Exchanges(context.ranks, context.device)
-        self.scores: list[torch.Tensor] = []
-        """By layer: pooled scores, float32 [S, C]."""
-        self.unpooled: list[torch.Tensor] = []
-        """By layer: scores before pooling, float32 [S, C]; only for a trace of pooled scores."""
-        self.strengths: list[torch.Tensor] = []
-        """By layer: what the allocation goes by, float32 [S, F]."""
-        self.masses: list[torch.Tensor] = []
-        """By layer: observed attention of each token, float32 [S, P]; only with a guard."""
+        self.shown: dict[str, torch.Tensor] = {}
+        """What the first `num_shown` layers showed, by the names of `ScoredPrompt`: pooled scores,
+        strengths, masses with a guard, and scores before pooling for a trace, [L, S, *] each."""
+        self.num_shown = 0
         self._context = context
         self._config = config
         self._policy_of = policy_of
@@ -252,10 +248,9 @@ class PromptObservation:
         view_of = partial(self._view, due, first, num_layers, prompt, own, gate_outputs)
         scores, strengths, masses = self._vote(due, view_of)
         present = due.keys.present_in(first, num_layers, self._num_sets(due))
-        # Copy the candidates: a view would keep the tail's columns alive as well.
         pooled = due.policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
         scores = scores[:, : prompt.num_candidates]
-        self._keep(due, num_layers, pooled.contiguous(), scores, strengths, masses)
+        self._keep(due, num_layers, pooled, scores, strengths, masses)
 
     def _size_layers(self, due: DueEviction, first: int, num_layers: int) -> None:
         """Take this rank's part in the scoring of some layers, without values."""
@@ -294,18 +289,24 @@ class PromptObservation:
         masses: torch.Tensor | None,
     ) -> None:
         """Keep what some layers showed until the decision; tensors are [num_layers * S, *]."""
-
-        def by_layer(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return values.unflatten(0, (num_layers, -1)).unbind()
-
-        unpooled = unpooled.contiguous() if due.keeps_unpooled else unpooled
-        # Nothing after this line raises: layers are kept once, whatever fails before.
-        self.scores.extend(by_layer(pooled))
-        self.strengths.extend(by_layer(strengths))
+        shown = {"scores": pooled, "strengths": strengths, "masses": masses}
         if due.keeps_unpooled:
-            self.unpooled.extend(by_layer(unpooled))
-        if masses is not None:
-            self.masses.extend(by_layer(masses))
+            shown["unpooled"] = unpooled
+        by_layer = {
+            name: values.unflatten(0, (num_layers, -1))
+            for name, values in shown.items()
+            if values is not None
+        }
+        for name, values in by_layer.items():
+            if name not in self.shown:
+                size = self._context.shape.num_layers, *values.shape[1:]
+                self.shown[name] = values.new_empty(size)
+        # Nothing after this line raises: layers are kept once, whatever fails before.
+        layers = slice(self.num_shown, self.num_shown + num_layers)
+        self.num_shown += num_layers
+        if self.error is None:
+            for name, values in by_layer.items():
+                self.shown[name][layers].copy_(values)
 
     def _view(
         self,
@@ -364,13 +365,11 @@ class PromptObservation:
     # -- all layers ---------------------------------------------------------------------
 
     def gather(self, due: DueEviction) -> ScoredPrompt:
-        """Stack what the layers showed; over the heads of all ranks, where these compete."""
+        """Return what the layers showed; over the heads of all ranks, where these compete."""
         context, ranks, stages = self._context, self._context.ranks, self._context.stages
-        seen = {
-            name: self._stacked(by_layer)
-            for name in ("scores", "strengths", "masses", "unpooled")
-            if (by_layer := getattr(self, name))
-        }
+        seen = dict(self.shown)
+        if self.error is not None:
+            seen = {name: torch.empty_like(each, device="meta") for name, each in seen.items()}
         if not due.eviction.is_whole:
             seen["present"] = self._present(due, seen["scores"])
         gathers = due.gathers_heads and ranks.num_parts > 1
@@ -396,18 +395,11 @@ class PromptObservation:
 
     def decide_without_values(self, due: DueEviction) -> None:
         """Make the exchanges of a decision."""
-        if len(self.scores) < self._context.shape.num_layers:
+        if self.num_shown < self._context.shape.num_layers:
             return  # the method itself does not take this prompt, on any rank
         scored = self.gather(due)
         if due.eviction.guard is not None:
             scored.agree(lambda: torch.empty((), dtype=torch.int64, device="meta"))
-
-    def _stacked(self, by_layer: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return [L, *]; after an error, without values."""
-        if self.error is None:
-            return torch.stack(tuple(by_layer))
-        last = by_layer[-1]
-        return torch.empty(len(by_layer), *last.shape, dtype=last.dtype, device="meta")
 
     def _present(self, due: DueEviction, scores: torch.Tensor) -> torch.Tensor:
         """Return which candidates earlier cuts left, bool [L, S, C]."""

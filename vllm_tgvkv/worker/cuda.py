@@ -4,8 +4,8 @@
 The runners are subclassed for three things: rows that shrank are rewritten where the runner itself
 updates its rows, a step in which layers are observed runs its attention outside of graphs, and all
 caches have plain specs. A batch of single tokens would be replayed as one graph, and a prompt may
-end with a chunk of one token, or be evicted after some tokens of its answer. Steps that only store
-queries stay graphs, see `queries.DecodeQueries`.
+end with a chunk of one token. Steps that only store queries stay graphs, see
+`queries.DecodeQueries`, and so do those that an eviction follows.
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     num_parts = sizes.ranks.num_parts if policy.granularity == "head" else 1
     of_part = (scores + guarded) * tokens
     stacked = of_part * num_parts if num_parts > 1 else 0
-    # This rank's tensors side by side, all ranks' as they arrive, and all in the order of the heads,
-    # where one of them is copied after the other.
+    # This rank's tensors side by side, all ranks' as they arrive, and all in the order of the
+    # heads, where one of them is copied after the other.
     gathered = of_part * (2 + sizes.ranks.size + num_parts) if num_parts > 1 else 0
     # Ranking keys, slice by slice, while the pages of every head are found.
     choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * num_parts * tokens

@@ -160,7 +160,8 @@ def on_device(running: SteppedEngine) -> dict[str, torch.Tensor]:
             tensors = [value for value in tree_leaves(weights) if isinstance(value, torch.Tensor)]
             assert tensors, tap.gate
             found.update({f"{name} {index}": value for index, value in enumerate(tensors)})
-            found["tap"] = tap.outputs
+            shared = vars(tap.buffers).items()
+            found.update({f"tap.{name}": value for name, value in shared if value.numel()})
     return found
 
 

@@ -24,7 +24,6 @@ from vllm_tgvkv.shared.layer_types import (
     text_ranges,
 )
 from vllm_tgvkv.shared.vllm_versions import block_size_before_loading, ray_skips_worker
-from vllm_tgvkv.worker.decode_kernel import refused_with
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -576,6 +575,8 @@ def _flash_refusals(
     """List what vLLM's FlashAttention does not run with, where a GPU can be asked."""
     if not platform.has_flash_versions:
         return ()
+    from vllm_tgvkv.worker.decode_kernel import refused_with  # `vllm serve --help` needs no worker
+
     version, page_size = flash_version(vllm_config)
     cache = vllm_config.cache_config
     # Without the flag, vLLM chooses blocks that the kernel reads.

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.config import set_current_vllm_config
-from vllm.v1.attention.backends import fa_utils
 
 from vllm_tgvkv.shared.layer_types import evicted_head_size
 
@@ -20,6 +19,8 @@ def flash_version(vllm_config: VllmConfig) -> tuple[int | None, int | None]:
     The version is None where this process sees no GPU, unless the user named one; the page size is
     None where it reads any.
     """
+    from vllm.v1.attention.backends import fa_utils  # slow, and not needed for `vllm serve --help`
+
     head_size = evicted_head_size(vllm_config.model_config)
     with set_current_vllm_config(vllm_config):
         found = fa_utils.get_flash_attn_version(head_size=head_size, supports_fa4_hd256=True)

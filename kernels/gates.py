@@ -55,7 +55,7 @@ class LayerGate:
 
 @dataclass(frozen=True)
 class GateBuffers:
-    """What a gate has computed of a step's tokens, at most B.
+    """A gate's intermediate results for a step's tokens, at most B.
 
     Layers share it: each stores its outputs before the next one projects.
     """

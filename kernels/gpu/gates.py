@@ -373,7 +373,7 @@ def store(gate: LayerGate, buffers: GateBuffers, slots: Tensor, pages: Tensor) -
 
 
 def _padded(num_heads: int) -> int:
-    """Return the heads that a matrix product computes, of which the first ones are wanted."""
+    """Return the heads that a matrix product computes, the wanted ones first."""
     return max(16, triton.next_power_of_2(num_heads))
 
 

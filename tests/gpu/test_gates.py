@@ -96,7 +96,7 @@ def test_gates_store_what_they_say_at_the_slots_of_tokens(
             changed = tuple((x.flip(0), b.flip(0)) for x, b in first.linears)
             gate = LayerGate(first.is_log, activation, changed)
         assert [weight.shape for weight, _ in gate.linears] == sizes
-        # The hidden states of a graph may have rows without a slot behind those of tokens.
+        # In a graph the tokens' hidden states may be followed by rows without a slot.
         hidden = torch.randn(num_tokens, sizes[0][1], device=kernels, dtype=dtype)
         project(gate, hidden, buffers)
         state, weight = hidden.double().cpu(), gate.linears[0][0].double().cpu()

@@ -7,8 +7,8 @@ instead of blocks, through the same kernel; prefill chunks in the same batch run
 A compressed request has several tokens in a step with drafts to verify, and after a preemption,
 when it recomputes what it had generated.
 
-One call of the kernel takes all virtual sequences. Of layers with learned sinks it takes those of
-one KV head: the kernel has a sink for each query head of a sequence, the same for all sequences.
+One call of the kernel takes all virtual sequences. In layers with learned sinks each KV head makes
+its own call: the kernel has a sink for each query head of a sequence, the same for all sequences.
 """
 
 from __future__ import annotations

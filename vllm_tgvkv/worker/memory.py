@@ -229,7 +229,7 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
 def _of_queries(config: EvictionConfig, policy: Policy, sizes: Sizes) -> int:
     """Return what queries take until their layers are scored.
 
-    Those of the layers that wait, of all prompts, and then twice those of one prompt.
+    Queries of the layers that wait, of all prompts, and then twice the queries of one prompt.
     """
     shape = sizes.shape
     row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes

@@ -64,9 +64,10 @@ class PromptObservation:
         """The first exception raised for the prompt on this rank."""
         self.exchanges = Exchanges(context.ranks, context.device)
         self.shown: dict[str, torch.Tensor] = {}
-        """What the first `num_shown` layers showed, by the names of `ScoredPrompt`: pooled scores,
-        strengths, masses with a guard, and scores before pooling for a trace, [L, S, *] each."""
+        """By the names of `ScoredPrompt`, [L, S, *] each: pooled scores, strengths, masses with a
+        guard, and scores before pooling for a trace."""
         self.num_shown = 0
+        """Number of layers that have shown theirs."""
         self._context = context
         self._config = config
         self._policy_of = policy_of

@@ -74,15 +74,14 @@ class QueryRows:
         free = len(self._free) - more
         if free < 0:
             return False
-        others = [(need, name) for name, need in self._owed.items() if name != request_id]
-        if sum(need for need, _ in others) + owed <= free:
+        if sum(self._owed.values()) - self._owed.get(request_id, 0) + owed <= free:
             return True  # at the same time, as nearly always
-        held = {name: len(rows) for name, rows in self._held.items()}
-        held[request_id] = held.get(request_id, 0) + more
-        for need, name in sorted([*others, (owed, request_id)]):
+        holders = {name: (need, len(self._held[name])) for name, need in self._owed.items()}
+        holders[request_id] = owed, len(self._held.get(request_id, ())) + more
+        for need, num_held in sorted(holders.values()):
             if need > free:
                 return False
-            free += held[name]
+            free += num_held
         return True
 
     def of(self, request_id: str) -> np.ndarray | None:

@@ -106,6 +106,8 @@ class Evictor:
         self._scales = scales or (lambda: [1.0] * shape.num_layers)
         self._current: list[PromptObservation] = []
         """Prompts observed in the current step, layer by layer."""
+        self._in_layers: list[Eviction] = []
+        """Evictions of the current step that need queries of its batch."""
         self._after_layers: list[Eviction] = []
         """Evictions of the current step that need nothing of its batch."""
         self._stored: StoredQueries | None = None
@@ -122,6 +124,7 @@ class Evictor:
         self._current, self._stored = [], None
         observed = {part.request_id for part in plan.observations if part.stored is None}
         observed |= {part.request_id for part in plan.summings}
+        self._in_layers = [e for e in plan.evictions if e.request_id in observed]
         self._after_layers = [e for e in plan.evictions if e.request_id not in observed]
         self.context.scratch = Scratch()  # frees the last step's buffers
         # A region that has just arrived may be released at once.
@@ -157,8 +160,7 @@ class Evictor:
     @property
     def _may_fail(self) -> bool:
         """Whether methods run layer by layer, which may raise; storing queries does not."""
-        plan = self.plan
-        return bool(plan.summings) or len(plan.evictions) > len(self._after_layers)
+        return bool(self.plan.summings or self._in_layers)
 
     def prepare(self, first_token: Callable[[str], int]) -> None:
         self._current = []
@@ -169,8 +171,7 @@ class Evictor:
             return
         observations = {part.request_id: part for part in self.plan.observations}
         summings = {part.request_id: part for part in self.plan.summings}
-        after = {part.request_id for part in self._after_layers}
-        evictions = {e.request_id: e for e in self.plan.evictions if e.request_id not in after}
+        evictions = {part.request_id: part for part in self._in_layers}
         self.context.num_waiting_rows = sum(
             len(part.rows) for part in self.plan.observations if part.stored is None
         )

@@ -100,27 +100,21 @@ class PromptObservation:
         """
         self._token_index = self._summed = self.due = None
         self.eviction = eviction
-        take = partial(self._take_plan, first_token, observation, summing, eviction)
+
+        def take() -> None:
+            if observation is not None and observation.stored is None:
+                index = observation.rows + (first_token - observation.chunk_start)
+                self._token_index = self._context.to_device(index)
+            if summing is not None:
+                per_head = self._policy_of(summing.method).granularity == "head"
+                self._summed = summed_rows(summing, first_token, per_head, self._context)
+            if eviction is not None:
+                self.due = self._due_eviction(eviction)
+
         if self._context.ranks.size > 1:
             take()
         else:
             self.attempt(take)
-
-    def _take_plan(
-        self,
-        first_token: int,
-        observation: Observation | None,
-        summing: ColumnSumChunk | None,
-        eviction: Eviction | None,
-    ) -> None:
-        if observation is not None and observation.stored is None:
-            index = observation.rows + (first_token - observation.chunk_start)
-            self._token_index = self._context.to_device(index)
-        if summing is not None:
-            per_head = self._policy_of(summing.method).granularity == "head"
-            self._summed = summed_rows(summing, first_token, per_head, self._context)
-        if eviction is not None:
-            self.due = self._due_eviction(eviction)
 
     def _due_eviction(self, eviction: Eviction) -> DueEviction:
         context = self._context

@@ -180,7 +180,7 @@ class EvictingWorker:
         recall = config_of(self.vllm_config).recall
         if recall is None:
             return None
-        scales = [layer.impl.scale for layer in layers]
+        scales = [layer.impl.product_scale(layer) for layer in layers]
         num_blocks = recall.num_tier_blocks(self.vllm_config, spec)
         tier: Tier
         if recall.folder is None:

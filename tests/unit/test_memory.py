@@ -42,7 +42,14 @@ from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.kernels import select
 from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.decode import DecodePlan
-from vllm_tgvkv.policies import METHOD_NAMES, Pooling, Prompt, gates_of, has_summaries
+from vllm_tgvkv.policies import (
+    METHOD_NAMES,
+    Pooling,
+    Prompt,
+    build_policy,
+    gates_of,
+    has_summaries,
+)
 from vllm_tgvkv.policies.pooling import Pooler
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.plan import Observation, StepPlan
@@ -296,14 +303,16 @@ def test_a_later_eviction_takes_no_more_than_is_set_aside(
     ],
     ids=str,
 )
-def test_pooling_takes_no_more_than_is_set_aside(pooling: Pooling, num_sets: int) -> None:
-    """In addition to what the scores themselves take."""
+def test_pooling_takes_no_more_than_scoring(
+    no_kernels: None, pooling: Pooling, num_sets: int
+) -> None:
+    """With the scores, and with what belongs to the prompt: as much as scoring may take."""
     num_tokens = 1 << 14
     images = (VisionSpan(64, 10000, (100, 100)),)
     with LiveBytes() as live:
         scores = torch.empty(num_sets, num_tokens, device="meta")
         Pooler(pooling, num_tokens, images, scores.device)(scores)
-    assert live.most <= (4 + pooling.bytes_per_score) * num_sets * num_tokens
+    assert live.most <= build_policy("snapkv").scoring_bytes(0) * num_sets * num_tokens
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -286,9 +286,10 @@ class Policy:
     def scoring_bytes(self, num_rows: int) -> int:
         """Return a bound of what scoring and pooling take for each token of a token set.
 
-        With `num_rows` observation rows; head averages that are kept are a buffer of their own.
+        On a GPU, with `num_rows` observation rows; head averages that are kept are a buffer of
+        their own.
         """
-        return max(64 + self.pooling.bytes_per_score, 4 * num_rows)
+        return max(64, 4 * num_rows)
 
     def scores(self, view: LayerView) -> Tensor:
         """Return the scores of one layer before pooling, float32 `[S, P]`."""

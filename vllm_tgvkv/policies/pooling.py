@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_tgvkv.kernels.pooling import to_device, window_pooling
 from vllm_tgvkv.shared.prompt import Grid, VisionSpan
 
 _KINDS = ("none", "sequence", "grid")
@@ -121,18 +123,6 @@ class Pooling:
         half = (self.kernel or _DEFAULT_KERNEL) // 2
         return half, half
 
-    @property
-    def bytes_per_score(self) -> int:
-        """Bound of the memory that pooling takes for each score of a layer."""
-        if self.kind == "none":
-            return 0
-        if self.halve is not None:  # two buffers, and what counts backward
-            return 64 + (self.reach[1] + 1).bit_length() * 16
-        is_square = self.kind == "grid" and not self.has_direction
-        num_sizes = 0 if is_square else (sum(self.reach) + 1).bit_length()
-        # Windows of each size, the parts of every position's window, and where these are.
-        return 32 + num_sizes * (2 * (8 if self.reduce == "mean" else 4) + 8)
-
 
 def _is_count(value: object, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
@@ -159,27 +149,23 @@ class Pooler:
         sinks: int = 0,
     ) -> None:
         self._pooling = pooling
-        self._windows: _Windows | None = None
-        self._weighted: _Weighted | None = None
+        self._windows: Callable[[Tensor], Tensor] | None = None
         self._patches: list[tuple[Grid, Tensor]] = []
         """Each shape of the grids, and the positions of all images that have it, int64 `[n]`."""
         if pooling.kind == "grid":
             patches = _patches_by_grid(images)
             if not pooling.has_direction:
-                self._patches = [(grid, _copy(found, device)) for grid, found in patches.items()]
-        if pooling.halve is not None:
+                self._patches = [
+                    (grid, to_device(found, device)) for grid, found in patches.items()
+                ]
+        if pooling.kind == "sequence" or pooling.has_direction:
             first, last = _windows(pooling, num_tokens, images, sinks)
-            self._weighted = _Weighted(first, last, pooling.halve, device)
-        elif pooling.kind == "sequence" or pooling.has_direction:
-            first, last = _windows(pooling, num_tokens, images, sinks)
-            self._windows = _Windows(first, last, pooling.reduce, device)
+            self._windows = window_pooling(first, last, pooling.reduce, pooling.halve, device)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Return pooled scores, float32 `[S, P]`, from scores `[S, P]`."""
-        if self._weighted is not None:
-            return self._weighted.pooled(scores)
         if self._windows is not None:
-            return self._windows.pooled(scores)
+            return self._windows(scores)
         pooled = scores.clone() if self._patches else scores
         for (rows, columns), positions in self._patches:
             grids = scores.index_select(1, positions).view(len(scores), -1, rows, columns)
@@ -204,89 +190,6 @@ def _windows(
     first = np.maximum(positions - forward * has_neighbours, np.repeat(edges[:-1], sizes))
     last = np.minimum(positions + back * has_neighbours, np.repeat(edges[1:] - 1, sizes))
     return first, last
-
-
-class _Windows:
-    """Maximum or mean over one window of the sequence for each position.
-
-    A window is put together from windows of 1, 2, 4, ... positions, at most one of each size, which
-    are computed for all positions by doubling: log2 of the widest window additions or maxima, and
-    as many times the memory of the scores. Sums are in float64, so that equal neighbourhoods have
-    equal means.
-    """
-
-    def __init__(
-        self, first: np.ndarray, last: np.ndarray, reduce: str, device: torch.device
-    ) -> None:
-        widths = last - first + 1
-        num_tokens = len(widths)
-        self._num_sizes = int(widths.max()).bit_length()
-        # The column behind all windows is the neutral element.
-        index = np.full((self._num_sizes, num_tokens), self._num_sizes * num_tokens)
-        for size in range(self._num_sizes):
-            is_part = (widths >> size) & 1 == 1
-            index[size, is_part] = size * num_tokens + first[is_part]
-            first = first + (is_part << size)
-        self._index = _copy(index.ravel(), device)
-        """Where the parts of each position's window are, int64 `[sizes * P]`."""
-        self._widths = None if reduce == "max" else _copy(widths, device)
-
-    def pooled(self, scores: Tensor) -> Tensor:
-        is_mean = self._widths is not None
-        num_sets, num_tokens = scores.shape
-        end = self._num_sizes * num_tokens
-        dtype = torch.float64 if is_mean else scores.dtype
-        table = scores.new_empty(num_sets, end + 1, dtype=dtype)
-        table[:, end].fill_(0 if is_mean else float("-inf"))
-        table[:, :num_tokens] = scores
-        by_size = table[:, :end].view(num_sets, self._num_sizes, num_tokens)
-        for size in range(1, self._num_sizes):
-            half, number = 1 << (size - 1), num_tokens + 1 - (1 << size)
-            narrow = by_size[:, size - 1]
-            # Windows that would end behind the prompt are never part of another.
-            left, right = narrow[:, :number], narrow[:, half : half + number]
-            combine = torch.add if is_mean else torch.maximum
-            combine(left, right, out=by_size[:, size, :number])
-        parts = table.index_select(1, self._index).view(num_sets, self._num_sizes, num_tokens)
-        if self._widths is None:
-            return parts.amax(dim=1)
-        return (parts.sum(dim=1) / self._widths).float()
-
-
-class _Weighted:
-    """Maximum over windows in which a score weighs half for every `halve` positions forward.
-
-    Windows double: the best of 2k positions is the best of the last k, or of the k before them,
-    whose scores count k positions further.
-    """
-
-    def __init__(
-        self, first: np.ndarray, last: np.ndarray, halve: int, device: torch.device
-    ) -> None:
-        positions = np.arange(len(first))
-        self._behind = _Windows(positions, last, "max", device)
-        self._shifts: list[int] = []
-        """How far windows are moved to be joined."""
-        width, largest, weights = 1, int((positions - first).max(initial=0)) + 1, []
-        while width < largest:
-            shift = min(width, largest - width)
-            weights.append(np.where(positions - shift >= first, 2.0 ** (-shift / halve), 0))
-            self._shifts.append(shift)
-            width += shift
-        self._weights = _copy(np.reshape(weights, (-1, len(first))).astype(np.float32), device)
-        """Weights of the moved windows, float32 `[shifts, P]`: 0 where one begins before the
-        position's run."""
-
-    def pooled(self, scores: Tensor) -> Tensor:
-        pad = max(self._shifts, default=0)
-        best, spare = (F.pad(scores.clamp(min=0), (pad, 0)) for _ in range(2))
-        end = best.shape[1]
-        for place, shift in enumerate(self._shifts):
-            moved, out = best[:, pad - shift : end - shift], spare[:, pad:]
-            torch.mul(moved, self._weights[place], out=out)
-            torch.maximum(out, best[:, pad:], out=out)
-            best, spare = spare, best
-        return torch.maximum(best[:, pad:], self._behind.pooled(scores))
 
 
 def _patches_by_grid(images: tuple[VisionSpan, ...]) -> dict[Grid, np.ndarray]:
@@ -317,11 +220,3 @@ def _grid(image: VisionSpan) -> Grid:
             f"its grid {rows} x {columns}"
         )
     return rows, columns
-
-
-def _copy(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to the device without waiting for it."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)

@@ -25,6 +25,8 @@ from torch import Tensor
 from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 
 _TILE = 2048
+_LONG_ROW = 1 << 18
+"""Keys of a row from which on one program would take longer than all launches, about 2 ms."""
 _NUM_WARPS = 8
 
 
@@ -154,6 +156,31 @@ def _thresholds_kernel(
     tl.store(thresholds + row, threshold)
 
 
+@triton.jit(do_not_specialize=["num_keys", "shift"])
+def _count_kernel(keys, prefixes, bins, num_keys, shift, TILE: tl.constexpr):
+    """Count the values of a digit in a tile of a row, of keys that begin with its prefix."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = place < num_keys
+    key = tl.load(keys + row * num_keys + place, mask=exists, other=0) >> shift
+    agrees = exists & ((key >> 8) == tl.load(prefixes + row))
+    counts = tl.histogram((key & 255).to(tl.int32), 256, mask=agrees)
+    tl.atomic_add(bins + row * 256 + tl.arange(0, 256), counts, mask=counts > 0)
+
+
+@triton.jit(do_not_specialize=["above_all"])
+def _narrow_kernel(bins, wanted, left, prefixes, above_all):
+    """Add a digit to the prefix of a row, and empty its bins."""
+    row = tl.program_id(0)
+    bins += row * 256 + tl.arange(0, 256)
+    counts = tl.load(bins)
+    tl.store(bins, tl.zeros_like(counts))
+    value, rank = _narrow(counts, tl.load(left + row))
+    prefix = (tl.load(prefixes + row) << 8) | value
+    tl.store(left + row, rank)
+    tl.store(prefixes + row, tl.where(tl.load(wanted + row) > 0, prefix, above_all))
+
+
 def select_tokens(
     scores: Tensor, tiers: Tensor, counts: Tensor, num_pages: int, block_size: int
 ) -> Tensor:
@@ -187,18 +214,28 @@ def select_tokens(
 def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
     """Return the `wanted`-th largest keys; see `kernels.select.thresholds`.
 
-    Exact. One launch; keys whose rows are broadcast or not contiguous are copied first.
+    Exact. One launch; keys whose rows are broadcast or not contiguous are copied first. Long rows
+    are counted by many programs, in two launches for each digit.
     """
-    keys = keys.expand(*wanted.shape, keys.shape[-1]).contiguous()
-    found = torch.empty_like(wanted, memory_format=torch.contiguous_format)
+    keys, wanted = keys.expand(*wanted.shape, keys.shape[-1]).contiguous(), wanted.contiguous()
+    num_digits, above_all = triton.cdiv(num_bits, 8), 2**num_bits - 1
+    if keys.shape[-1] > _LONG_ROW:
+        found, left, num_rows = torch.zeros_like(wanted), wanted.clone(), wanted.numel()
+        bins = torch.zeros(num_rows, 256, dtype=torch.int32, device=keys.device)
+        grid = (num_rows, triton.cdiv(keys.shape[-1], _TILE))
+        for shift in range(8 * (num_digits - 1), -1, -8):
+            _count_kernel[grid](keys, found, bins, keys.shape[-1], shift, TILE=_TILE)
+            _narrow_kernel[(num_rows,)](bins, wanted, left, found, above_all)
+        return found
+    found = torch.empty_like(wanted)
     if found.numel():
         _thresholds_kernel[(found.numel(),)](
             keys,
-            wanted.contiguous(),
+            wanted,
             found,
             keys.shape[-1],
-            triton.cdiv(num_bits, 8),
-            2**num_bits - 1,
+            num_digits,
+            above_all,
             TILE=_TILE,
             num_warps=_NUM_WARPS,
         )
@@ -212,4 +249,6 @@ def variants() -> Iterator[Variant]:
     for tiers in (scores.int(), scores.to(torch.uint8)):
         call = partial(select_tokens, scores, tiers, counts, 288, 16)
         yield from launches(__name__, f"tiers {str(tiers.dtype).removeprefix('torch.')}", call)
-    yield from launches(__name__, "", partial(thresholds, scores.long(), counts, 63))
+    for size in (1000, _LONG_ROW + 1):
+        keys = torch.empty(36, 8, size, dtype=torch.int64, device="meta")
+        yield from launches(__name__, "", partial(thresholds, keys, counts, 63))

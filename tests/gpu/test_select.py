@@ -146,9 +146,13 @@ def test_thresholds_of_ranking_keys(kernels: str, row: list[float], wanted: list
     assert found[number > 0].tolist() == expected[number > 0].tolist()
 
 
-def test_thresholds_of_all_63_bits(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broadcast rows, equal keys, and a row of which no key is wanted."""
+@pytest.mark.parametrize("long_row", [20, 50])
+def test_thresholds_of_all_63_bits(
+    kernels: str, long_row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broadcast rows, equal keys, and rows without a wanted key; by one program or several."""
     monkeypatch.setattr(triton_select, "_TILE", 16)
+    monkeypatch.setattr(triton_select, "_LONG_ROW", long_row)
     keys = torch.randint(0, 2**63 - 1, (3, 1, 50))
     keys[1, 0, 7:] = 2**63 - 1
     keys[2] >>= 61
@@ -156,6 +160,7 @@ def test_thresholds_of_all_63_bits(kernels: str, monkeypatch: pytest.MonkeyPatch
     found = thresholds(keys.to(kernels), wanted.to(kernels), 63).cpu()
     ordered = keys.sort(dim=-1, descending=True).values.squeeze(1)
     assert found[:, 1:].tolist() == ordered[:, [0, 49, 16]].tolist()
+    assert found[:, 0].tolist() == [2**63 - 1] * 3
 
 
 def test_page_offsets_are_exclusive_prefix_sums() -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.kernels.select import key_bits, key_slices, ranking_keys
+from vllm_tgvkv.kernels.select import key_bits, key_slices, ranking_keys, thresholds
 from vllm_tgvkv.policies.base import (
     FEW_ROWS,
     AllLayers,
@@ -97,10 +97,8 @@ class GlobalAllocation(Allocation):
             keys[part] = ranking_keys(scores[part], tiers if tiers.dim() == 1 else tiers[part])
         wanted = layers.num_kept * (scores.shape[0] * scores.shape[1])
         # Equal keys of two sets both count; the shares are then some tokens too large.
-        least = torch.zeros_like(wanted)
-        for bit in range(key_bits(scores.shape[-1]) - 1, -1, -1):
-            higher = least | (1 << bit)
-            least = torch.where((keys >= higher).sum() >= wanted, higher, least)
+        num_bits = key_bits(scores.shape[-1])
+        least = thresholds(keys.flatten(), wanted, num_bits)
         return (keys >= least).sum(dim=-1).double()
 
 

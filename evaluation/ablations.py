@@ -26,6 +26,7 @@ class OwnModalityScore(Score):
 
     rows = "all"
     other_rows = ()
+    statistics = frozenset({"modality_sums"})
     cuts_again = False
 
     def __call__(self, view: LayerView) -> Tensor:
@@ -40,6 +41,7 @@ class VisionVisionAllocation(Allocation):
     """Share: sum of A over vision rows and vision columns."""
 
     rows = "all"
+    statistics = frozenset({"modality_sums"})
     needs_vision = True
     cuts_again = False
 

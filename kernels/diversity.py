@@ -29,7 +29,7 @@ def mean_cosines(keys: Tensor, lengths: Tensor) -> Tensor:
             f"keys must be [H, S, D] and lengths [H], not {list(keys.shape)}, {list(lengths.shape)}"
         )
     is_key = torch.arange(keys.shape[1], device=keys.device) < lengths[:, None]  # [H, S]
-    directions = torch.where(is_key[..., None], keys, 0).float()
+    directions = keys.to(torch.float32, copy=True).masked_fill_(~is_key[..., None], 0)
     norms = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
     directions /= norms.clamp(min=torch.finfo(torch.float32).tiny)
     to_all = torch.bmm(directions, directions.sum(1).unsqueeze(-1)).squeeze(-1)

@@ -32,7 +32,7 @@ def importance(keys: Tensor, queries: Tensor, num_past: Tensor, scale: float | T
     """
     num_rows, size = queries.shape[1], keys.shape[1]
     is_past = torch.arange(size, device=keys.device) < num_past[:, None]  # [H, S]
-    past = torch.where(is_past[..., None], keys, 0).float()
+    past = keys.to(torch.float32, copy=True).masked_fill_(~is_past[..., None], 0)
     if isinstance(scale, Tensor):
         scale = scale[:, None, None]
     logits = torch.bmm(queries.flatten(1, 2).float() * scale, past.transpose(1, 2))

@@ -34,8 +34,7 @@ def merge_evicted(
     Means are float32 and add their tokens in the order of the prompt, on every device: a cluster is
     a range of positions, so no two programs add to one sum. Equal calls give equal bits.
 
-    Scratch memory: five times `workspace_bytes`, or five times one pair's candidates in float32
-    if that is more.
+    Scratch memory: five times `workspace_bytes`, and 64 bytes for each candidate of a pair.
     """
     pairs, num_pages = num_layers * num_heads, len(positions)
     if num_pages == 0:
@@ -47,6 +46,8 @@ def merge_evicted(
     candidates = torch.arange(num_candidates, device=device)
     values = max(pool.shape[2] for pool in (key_pages, value_pages))
     step = max(1, workspace_bytes // (num_candidates * values * _FLOAT_BYTES))
+    # Where one pair's candidates are more, some of their numbers at a time.
+    width = max(1, min(values, workspace_bytes // (num_candidates * _FLOAT_BYTES)))
     for first in range(0, pairs, step):
         last = min(first + step, pairs)
         # How many pages the pairs own is known on the device only: take as many as they can own.
@@ -62,7 +63,7 @@ def merge_evicted(
         order = first + (~owns_pages).int().argsort(stable=True)
         source = old_blocks[candidates // block_size] * pairs + order[:, None]
         target = new_blocks[pages // pairs] * pairs + pages % pairs
-        for pool in (key_pages, value_pages):
+        for pool in (*key_pages.split(width, dim=2), *value_pages.split(width, dim=2)):
             tokens = pool[source, candidates % block_size].float().flatten(0, 1)  # [pairs * C, D]
             # `unsafe` leaves out checks that would wait for the device.
             means = torch.segment_reduce(tokens, "mean", lengths=lengths, axis=0, unsafe=True)

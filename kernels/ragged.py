@@ -20,53 +20,75 @@ def whole_tables(blocks: Tensor, num_pairs: int) -> Tensor:
     return torch.add(pairs[:, None], blocks, alpha=num_pairs)
 
 
-def locate_columns(
+def column_positions(
     tables: Tensor,
     lengths: Tensor,
     region_positions: Tensor,
     first_tail: Tensor,
     num_tokens: int,
     num_columns: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the position of each column, and the column of each position.
+) -> Tensor:
+    """Return the position of each column, int32 `[M, C]`; n after a pair's last key.
 
     With n tokens and C columns:
 
     Args:
-        tables: pages of every (layer, head), int32 `[M, W]` with N * W >= C.
-        lengths: keys of every (layer, head), int32 `[M]`, at most C.
+        tables: pages of some pairs of a layer and a head, int32 `[M, W]` with N * W >= C.
+        lengths: keys of these, int32 `[M]`, at most C.
         region_positions: of the tokens in all pages of the pool, int32 `[num_pool_pages, N]`.
         first_tail: position of the tail's first token, the same in every head, int32 `[1]`. Its
             last one is n - 1.
         num_tokens: n.
         num_columns: C.
-
-    Returns:
-        int32 `[M, C]`, n after a pair's last key; int32 `[M, n]`, n where a position has no key.
     """
-    check("tables", tables, ("M", "W"), (torch.int32,))
-    num_pairs = len(tables)
-    check("lengths", lengths, (num_pairs,), (torch.int32,))
-    check("region_positions", region_positions, ("num_pool_pages", "N"), (torch.int32,))
-    check("first_tail", first_tail, (1,), (torch.int32,))
+    _check(tables, lengths, region_positions, first_tail)
     if gpu.runs(tables):
         from vllm_tgvkv.kernels.gpu import ragged as triton_ragged
 
-        positions = tables.new_empty(num_pairs, num_columns)
-        columns = tables.new_full((num_pairs, num_tokens), num_tokens)
-        triton_ragged.locate_columns(
-            tables, lengths, region_positions, first_tail, positions, columns
-        )
-        return positions, columns
+        positions = tables.new_empty(len(tables), num_columns)
+        row = tables, lengths, region_positions, first_tail, num_tokens
+        triton_ragged.write_positions(*row, positions)
+        return positions
     own = torch.arange(num_columns, dtype=torch.int32)
-    in_region = region_positions[tables].view(num_pairs, -1)[:, :num_columns]
+    in_region = region_positions[tables].view(len(tables), -1)[:, :num_columns]
     in_tail = own - lengths[:, None] + num_tokens
     positions = torch.where(in_tail >= first_tail, in_tail, in_region)
-    positions.masked_fill_(own >= lengths[:, None], num_tokens)
+    return positions.masked_fill_(own >= lengths[:, None], num_tokens)
+
+
+def position_columns(
+    tables: Tensor,
+    lengths: Tensor,
+    region_positions: Tensor,
+    first_tail: Tensor,
+    num_tokens: int,
+    num_columns: int,
+) -> Tensor:
+    """Return the column of each position, int32 `[M, n]`; n where a position has no key.
+
+    Arguments as in `column_positions`.
+    """
+    row = tables, lengths, region_positions, first_tail
+    if gpu.runs(tables):
+        from vllm_tgvkv.kernels.gpu import ragged as triton_ragged
+
+        _check(*row)
+        columns = tables.new_full((len(tables), num_tokens), num_tokens)
+        triton_ragged.write_columns(*row, num_tokens, num_columns, columns)
+        return columns
+    positions = column_positions(*row, num_tokens, num_columns)
     # Columns without a key are written behind the last position.
-    columns = tables.new_full((num_pairs, num_tokens + 1), num_tokens)
+    columns = tables.new_full((len(tables), num_tokens + 1), num_tokens)
+    own = torch.arange(num_columns, dtype=torch.int32)
     columns.scatter_(1, positions.long(), own.expand_as(positions))
-    return positions, columns[:, :num_tokens]
+    return columns[:, :num_tokens]
+
+
+def _check(tables: Tensor, lengths: Tensor, region_positions: Tensor, first_tail: Tensor) -> None:
+    check("tables", tables, ("M", "W"), (torch.int32,))
+    check("lengths", lengths, (len(tables),), (torch.int32,))
+    check("region_positions", region_positions, ("num_pool_pages", "N"), (torch.int32,))
+    check("first_tail", first_tail, (1,), (torch.int32,))
 
 
 def kept_slots(

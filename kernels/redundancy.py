@@ -46,7 +46,8 @@ def redundancy(keys: Tensor, lengths: Tensor, workspace_bytes: int = 64 << 20) -
     is_key = torch.arange(size, device=keys.device) < lengths[:, None]  # [H, S]
     # Slots after the length are zero vectors: their cosines are 0, so they are never similar.
     directions = keys.new_zeros((heads, num_groups * GROUP, dim), dtype=torch.float32)
-    directions[:, :size] = torch.where(is_key[..., None], keys, 0)
+    directions[:, :size] = keys
+    directions[:, :size].masked_fill_(~is_key[..., None], 0)
     norms = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
     directions /= norms + 1e-8
     own = (norms / (norms + 1e-8)).square()[:, :size, 0]
@@ -58,6 +59,7 @@ def redundancy(keys: Tensor, lengths: Tensor, workspace_bytes: int = 64 << 20) -
         cosines.diagonal(start, 1, 2).fill_(0)
         last = last_above(cosines, SIMILAR)  # [H, R]
         of_last = cosines.gather(-1, last.clamp(min=0)[..., None])[..., 0]
+        del cosines  # before there are those of the next rows
         of_last = of_last.masked_fill(last < 0, 0).double().mul(_UNIT).round().long()
         subtracted.scatter_add_(1, last.clamp(min=0), of_last)
     sums = (directions @ directions.sum(1)[..., None])[:, :size, 0] - own

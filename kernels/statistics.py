@@ -33,24 +33,46 @@ Statistic = Literal[
     "key_redundancy",
     "mean_cosines",
     "value_norms",
+    "modality_sums",
 ]
-"""Statistics in addition to column sums. `row_averages` makes weighted sums cheap."""
+"""Statistics in addition to column sums. `row_averages` makes weighted sums cheap; `modality_sums`,
+of the row set `all` only, are column sums over text rows and over vision rows."""
 
 KEY_STATISTICS: frozenset[Statistic] = frozenset(
     {"past_importance", "key_redundancy", "mean_cosines", "value_norms"}
 )
 """Statistics of a KV head's own keys or values, computed for some heads at a time in PyTorch."""
 
-KEY_BYTES = 12
-"""Most bytes that these take for each number in the keys of the heads at a time."""
 
-REDUNDANCY_WORKSPACES = 4
-"""Workspaces that rows of similarities take. Fewer mean more, smaller products."""
+_REDUNDANCY_WORKSPACES = 3
+"""Workspaces that keys and rows of their similarities take together."""
 
 THRESHOLD = 0.01
 """Entries below this fraction of their row's maximum are negligible (VL-Cache's p)."""
 
 T = TypeVar("T")
+
+
+def not_computed(name: Statistic) -> str:
+    """Return the message for a statistic that no part of the policy declares."""
+    return f"{name} was not computed: name it in the `statistics` of the score or allocation"
+
+
+def bytes_of_keys(num_keys: int, head_size: int, element_bytes: int) -> int:
+    """Return what `KEY_STATISTICS` take for the keys of a head: their own bytes, and in float32.
+
+    Keys in fp8 become bfloat16 first.
+    """
+    return (4 + max(2, element_bytes)) * head_size * num_keys
+
+
+def bytes_of_similarities(of_keys: int, workspace_bytes: int) -> int:
+    """Return what rows of similarities may take beside the keys of a head, which take `of_keys`.
+
+    With less, products are smaller and more.
+    """
+    left = _REDUNDANCY_WORKSPACES * workspace_bytes - max(workspace_bytes, of_keys)
+    return max(workspace_bytes, left)
 
 
 class Scratch:
@@ -109,12 +131,12 @@ class Attention(Protocol):
 
     @property
     def text_column_sums(self) -> Tensor:
-        """float32 `[S, P]`, sum of A over the text rows."""
+        """float32 `[S, P]`, sum of A over the text rows; of `modality_sums`."""
         _not_observed("text_column_sums", "'all'")
 
     @property
     def vision_column_sums(self) -> Tensor:
-        """float32 `[S, P]`, sum of A over the vision rows."""
+        """float32 `[S, P]`, sum of A over the vision rows; of `modality_sums`."""
         _not_observed("vision_column_sums", "'all'")
 
     @property
@@ -349,7 +371,7 @@ class ObservedAttention(Attention, ABC):
 
     @property
     def key_redundancy(self) -> Tensor:
-        workspace = REDUNDANCY_WORKSPACES * self._workspace_bytes
+        workspace = bytes_of_similarities(self._bytes_of_keys, self._workspace_bytes)
         of_keys = partial(redundancy, workspace_bytes=workspace)
         return self._of_pages("key_redundancy", self._rows.pool, of_keys, self._lengths)
 
@@ -376,6 +398,13 @@ class ObservedAttention(Attention, ABC):
         """Number of keys of each pair, int32 `[Q]`."""
         return self._rows.num_visible[:, -1].expand(self.num_pairs)
 
+    @property
+    def _bytes_of_keys(self) -> int:
+        """Bytes that the keys of a pair take in `_of_pages`."""
+        pool = self._rows.pool
+        num_keys = -(-self.num_keys // pool.shape[1]) * pool.shape[1]
+        return bytes_of_keys(num_keys, self.head_size, pool.element_size())
+
     def _of_pages(
         self, name: Statistic, pool: Tensor, function: Callable[..., Tensor], *of_pairs: Tensor
     ) -> Tensor:
@@ -393,8 +422,7 @@ class ObservedAttention(Attention, ABC):
         # Entries after the page of a pair's last key may be garbage.
         tables = self._rows.tables[:, :width].masked_fill(starts >= lengths, 0)
         result = torch.empty(self.num_pairs, self.num_keys, device=pool.device)
-        bytes_of_pair = KEY_BYTES * width * size * self.head_size
-        step = max(1, self._workspace_bytes // bytes_of_pair)
+        step = max(1, self._workspace_bytes // self._bytes_of_keys)
         for start in range(0, self.num_pairs, step):
             pairs = slice(start, start + step)
             pages = pool.index_select(0, tables[pairs].flatten())
@@ -443,9 +471,7 @@ class ObservedAttention(Attention, ABC):
 
     def _declared(self, name: Statistic, value: T) -> T:
         if name not in self._statistics:
-            raise ValueError(
-                f"{name} was not computed: name it in the `statistics` of the score or allocation"
-            )
+            raise ValueError(not_computed(name))
         return value
 
 

@@ -194,7 +194,8 @@ class _Case:
         if kind != "all":
             of_few: Attention = observed(torch.as_tensor(self.rows.sets[kind]), self.length)
             return of_few
-        sums = RowSums(self.num_sets, self.length, torch.device(device))
+        by_modality = "modality_sums" in self.policy.statistics(kind)
+        sums = RowSums(self.num_sets, self.length, torch.device(device), by_modality)
         middle = int(torch.randint(1, self.length, ()))
         for start, end in ((0, middle), (middle, self.length)):
             chunk = torch.arange(start, end)

@@ -22,15 +22,15 @@ def _columns_kernel(
     lengths,
     region_positions,
     first_tail,
-    positions,
-    columns,
+    found,
     num_tokens,
     num_columns,
     width,
+    BY_COLUMN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """TILE columns of one pair. Tiles after its last key only fill `positions`."""
+    """Positions of TILE columns of one pair, by column; or the columns, by position."""
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     length = tl.load(lengths + pair)
@@ -41,8 +41,10 @@ def _columns_kernel(
     slot = page.to(tl.int64) * BLOCK_SIZE + column % BLOCK_SIZE
     of_region = tl.load(region_positions + slot, mask=in_region, other=0)
     position = tl.where(in_region, of_region, tl.where(exists, in_tail, num_tokens))
-    tl.store(positions + pair * num_columns + column, position, mask=column < num_columns)
-    tl.store(columns + pair * num_tokens + position, column, mask=exists)
+    if BY_COLUMN:
+        tl.store(found + pair * num_columns + column, position, mask=column < num_columns)
+    else:
+        tl.store(found + pair * num_tokens + position, column, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
@@ -83,30 +85,53 @@ def _slots_kernel(
     tl.store(slots + place, tl.where(is_owned, slot, 0), mask=exists)
 
 
-def locate_columns(
+def write_positions(
     tables: Tensor,
     lengths: Tensor,
     region_positions: Tensor,
     first_tail: Tensor,
+    num_tokens: int,
     positions: Tensor,
+) -> None:
+    """Write positions `[M, C]`; see `kernels.ragged.column_positions`."""
+    row = tables, lengths, region_positions, first_tail, positions
+    _launch(*row, num_tokens, positions.shape[1], by_column=True)
+
+
+def write_columns(
+    tables: Tensor,
+    lengths: Tensor,
+    region_positions: Tensor,
+    first_tail: Tensor,
+    num_tokens: int,
+    num_columns: int,
     columns: Tensor,
 ) -> None:
-    """Write positions and columns; see `kernels.ragged.locate_columns`.
+    """Write columns `[M, n]`, filled with n before; see `kernels.ragged.position_columns`."""
+    row = tables, lengths, region_positions, first_tail, columns
+    _launch(*row, num_tokens, num_columns, by_column=False)
 
-    `columns` `[M, n]` has to be filled with n.
-    """
-    num_pairs, num_columns = positions.shape
-    grid = (num_pairs, triton.cdiv(num_columns, _COLUMNS_PER_PROGRAM))
-    _columns_kernel[grid](
+
+def _launch(
+    tables: Tensor,
+    lengths: Tensor,
+    region_positions: Tensor,
+    first_tail: Tensor,
+    found: Tensor,
+    num_tokens: int,
+    num_columns: int,
+    by_column: bool,
+) -> None:
+    _columns_kernel[(len(tables), triton.cdiv(num_columns, _COLUMNS_PER_PROGRAM))](
         tables.contiguous(),
         lengths.contiguous(),
         region_positions,
         first_tail,
-        positions,
-        columns,
-        columns.shape[1],
+        found,
+        num_tokens,
         num_columns,
         tables.shape[1],
+        BY_COLUMN=by_column,
         BLOCK_SIZE=region_positions.shape[1],
         TILE=_COLUMNS_PER_PROGRAM,
         num_warps=4,
@@ -144,10 +169,12 @@ def variants() -> Iterator[Variant]:
         tables = torch.empty(num_pairs, 4, dtype=torch.int32)
         positions, columns = (tables.new_empty(num_pairs, 4 * block_size) for _ in range(2))
         pool = tables.new_empty(num_pairs, block_size)
-        call = partial(
-            locate_columns, tables, tables[:, 0], pool, tables[0, :1], positions, columns
-        )
-        yield from launches(__name__, f"columns M{num_pairs} N{block_size}", call)
+        row = tables, tables[:, 0], pool, tables[0, :1]
+        for call in (
+            partial(write_positions, *row, 4 * block_size, positions),
+            partial(write_columns, *row, 4 * block_size, 4 * block_size, columns),
+        ):
+            yield from launches(__name__, f"columns M{num_pairs} N{block_size}", call)
         region = positions.view(-1, block_size), tables.new_empty(num_pairs + 1), tables
         for known, dtype in ((None, torch.int32), (columns, torch.int32), (columns, torch.int64)):
             slots = torch.empty_like(region[0], dtype=dtype)

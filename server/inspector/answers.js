@@ -13,6 +13,7 @@ const SKIP_REASONS = {
   single_token: "an answer of one token does not read the cache again; allow more answer tokens",
   answer_too_short: "the answer ended before the wait for it did; lower kv_eviction_defer",
   pool_too_small: "the server's cache cannot hold the prompt and what is kept at the same time",
+  auto_too_long: "the prompt is too long for a budget auto in every head; give a fraction",
   method_needs_vision: "this method measures attention to images, and there are none",
   unknown_patch_grid: "the method pools over a grid of patches that is not known for this image",
   invalid_request: "the server did not understand the request's options",

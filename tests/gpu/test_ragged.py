@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import kernels as reference
-from vllm_tgvkv.kernels.ragged import kept_slots, locate_columns, whole_tables
+from vllm_tgvkv.kernels.ragged import (
+    column_positions,
+    kept_slots,
+    position_columns,
+    whole_tables,
+)
 from vllm_tgvkv.kernels.select import page_offsets
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -56,7 +61,8 @@ def test_columns_and_positions(
         columns[pair, own] = torch.arange(len(own))
     tail = torch.tensor([first_tail], dtype=torch.int32)
     tensors = [each.to(kernels) for each in (tables, lengths, in_pages, tail)]
-    found = locate_columns(*tensors, num_tokens, num_columns)
+    sizes = num_tokens, num_columns
+    found = [find(*tensors, *sizes) for find in (column_positions, position_columns)]
     for one, expected in zip(found, (positions, columns), strict=True):
         assert one.dtype == torch.int32
         assert torch.equal(one.cpu().long(), expected)

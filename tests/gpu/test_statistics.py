@@ -371,7 +371,8 @@ def test_sums_over_all_rows_of_several_chunks(
     arguments["sinks"] = random_sinks(2, 2).to(kernels) if has_sinks else None
     by_set = exact(arguments).reshape(2 if per_head else 1, -1, 90, 90).mean(1)
     is_vision = torch.rand(90) < 0.5
-    sums = RowSums(len(by_set), 90, torch.device(kernels))
+    sums = RowSums(len(by_set), 90, torch.device(kernels), by_modality=True)
+    whole = RowSums(len(by_set), 90, torch.device(kernels))
     scratch = Poisoned()
     pages, ids = arguments["key_pages"], arguments["block_ids"]
     for start, end in ((0, 1), (1, 70), (70, 90)):
@@ -390,11 +391,13 @@ def test_sums_over_all_rows_of_several_chunks(
             scratch=scratch,
             sinks=arguments["sinks"],
         )
-        sums.add(chunk, is_vision[rows].to(kernels))
+        for each in (sums, whole):
+            each.add(chunk, is_vision[rows].to(kernels))
     for got, rows_of in (
         (sums.text_column_sums, ~is_vision),
         (sums.vision_column_sums, is_vision),
         (sums.column_sums, torch.ones_like(is_vision)),
+        (whole.column_sums, torch.ones_like(is_vision)),
     ):
         expected = by_set[:, rows_of].sum(1)
         torch.testing.assert_close(got.double().cpu(), expected, **TOLERANCE)

@@ -122,7 +122,8 @@ def test_a_choice_takes_few_launches(kernel: NoKernel) -> None:
     before, launches = kernel.num_launches, Launches(kernel)
     with launches:
         choose(config, evictor, 8192, 9)
-    assert kernel.num_launches - before == 3 + 2  # sketches, then the tokens and their exchange
+    # Sketches and pooling of each part, then the tokens and their exchange.
+    assert kernel.num_launches - before == 2 * 3 + 2
     assert launches.torch <= 54 * 3 + 42
 
 
@@ -137,7 +138,7 @@ def test_a_choice_takes_no_more_than_is_set_aside(
         for more in (0, 3, 6):
             choose(config, evictor, tokens, answer + more)
     whole = tokens + answer + 6
-    sizes = Sizes(SHAPE, 2, whole, 0, 1, whole // SIZE, evictor.context.workspace_bytes)
+    sizes = Sizes(SHAPE, 2, whole, 0, 1, whole // SIZE, evictor.context.workspace_bytes, whole)
     found = memory._of_choice(config.recall, config.build_policy("reach"), sizes)
     found += 4 * 3 * PAIRS * tokens  # the row's votes
     assert 0.3 * found <= live.most <= found

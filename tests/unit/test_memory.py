@@ -44,6 +44,7 @@ from vllm_tgvkv.kernels import summaries as kernel
 from vllm_tgvkv.kernels.decode import DecodePlan
 from vllm_tgvkv.policies import (
     METHOD_NAMES,
+    Policy,
     Pooling,
     Prompt,
     build_policy,
@@ -78,6 +79,7 @@ SIZES = Sizes(
     max_rows=256,
     table_width=TOKENS // 16,
     workspace_bytes=WORKSPACE_BYTES,
+    pool_tokens=2 * TOKENS,
 )
 PAGES = (SHAPE.num_layers, SHAPE.num_heads, SHAPE.block_size, 2 * SHAPE.head_size)
 MOST_TOKENS_OF_RKV = 1 << 14
@@ -125,6 +127,10 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
     return AdjustedConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
+def takes_auto(policy: Policy) -> bool:
+    return policy.score.rows != "none" and policy.summaries is None
+
+
 def most_bytes(
     config: EvictionConfig, num_tokens: int, later: bool = False, ranks: Ranks | None = None
 ) -> int:
@@ -142,7 +148,7 @@ def most_bytes(
     old = np.arange(1, num_blocks + 1, dtype=np.int32)
     prompt = PromptMap(num_tokens, (VisionSpan(100, num_tokens - 2000, None),))
     policy = config.build_policy(config.policy)
-    guarded = policy.score.rows != "none" and policy.summaries is None
+    guarded = takes_auto(policy) and config.auto_weight(policy) == 1
     guard = Guard(0.9, 1) if guarded else None
     # Where all tokens find room there is no summary: one block less.
     num_retained = num_blocks - (policy.summaries is not None)
@@ -179,16 +185,19 @@ def most_bytes(
 
 
 @pytest.mark.parametrize(
-    ("method", "granularity", "num_tokens"), product(METHODS, [1 << 17, 1 << 12], strength=1)
+    ("method", "granularity", "num_tokens", "budget"),
+    product(METHODS, [1 << 17, 1 << 12], [None, "auto:0.9"], strength=1),
 )
 def test_an_eviction_takes_no_more_than_is_set_aside(
-    no_kernels: None, method: str, granularity: str, num_tokens: int
+    no_kernels: None, method: str, granularity: str, num_tokens: int, budget: str | None
 ) -> None:
-    """Nor much less: with every budget, guarded, the whole prompt in one chunk."""
+    """Nor much less: with any budget, guarded where it may be, the whole prompt in one chunk."""
     if method == "rkv":
         num_tokens = min(num_tokens, MOST_TOKENS_OF_RKV)
-    once = {"query_rows": 544, "defer": 0, "when": "always"}
-    config = settings(method, granularity, observation_window=512, **once)
+    once = {"query_rows": 544, "defer": 0, "when": "always", "observation_window": 512}
+    config = settings(method, granularity, **once)
+    if budget and takes_auto(config.build_policy(method)):
+        config = settings(method, granularity, budget=budget, **once)
     most = most_bytes(config, num_tokens)
     # What one chunk of all tokens takes, without a second prompt that ends in the same step.
     lines = lines_of(config, max_tokens=num_tokens, step_tokens=num_tokens)
@@ -236,7 +245,8 @@ def test_ranks_take_no_more_than_is_set_aside_and_never_wait(
     With 512 rows of 131,072 tokens most methods score layer by layer, and exchange as often; a
     guard adds its number, and masses of heads.
     """
-    once = {"query_rows": 544, "defer": 0, "when": "always"}
+    once: dict[str, Any] = {"query_rows": 544, "defer": 0, "when": "always"}
+    once |= {"budget": "auto:0.9"} if method != "dbtrimkv" else {}
     config = settings(method, granularity, observation_window=512, **once)
     sent: list[int] = []
 
@@ -494,10 +504,12 @@ def test_the_pool_gets_what_eviction_leaves(
     if given:
         assert left == given
         return
+    block_bytes = SHAPE.num_pairs * 16 * 2 * 128 * 2
     own = {"step_tokens": 8192, "max_rows": 512, "split_sequences": 32 * 992}
-    expected = memory_outside_pool(settings("tgv"), replace(SIZES, **own))
-    assert memory_of(config, evicted_specs(specs)) == expected
-    assert left == expected.left_for_pool(10 << 30, SHAPE.num_pairs * 16 * 2 * 128 * 2)
+    sizes = replace(SIZES, **own, pool_tokens=(10 << 30) // block_bytes * 16)
+    expected = memory_outside_pool(settings("tgv"), sizes)
+    assert memory_of(config, evicted_specs(specs), (10 << 30) // block_bytes) == expected
+    assert left == expected.left_for_pool(10 << 30, block_bytes)
     assert 0 < left < (10 << 30) - expected.num_bytes
     assert worker.peak_activation_memory == (1 << 30) + (10 << 30) - left
     assert worker.available_kv_cache_memory_bytes == left
@@ -581,6 +593,8 @@ def test_the_page_has_these_formulas() -> None:
             "max": max,
             "min": min,
             "all": int(method == "h2o"),
+            "auto": int(config.auto_weight(policy) == 1),
+            "apart": 0,
             "attends": int(policy.score.rows != "none"),
             "T": 3.5 * 2**30 * ("recall" in more) / (4 * SHAPE.head_size),
             "every": 5,

@@ -168,7 +168,9 @@ def look(policy: Policy, inputs: Inputs, layout: Layout, settings: Settings) -> 
         def view(kind: RowSet) -> LayerView:
             attention = NO_ATTENTION
             if kind == "all":
-                attention = sums = RowSums(HEADS if per_head else 1, layout.length, ids.device)
+                num_sets, declared = HEADS if per_head else 1, policy.statistics(kind)
+                sums = RowSums(num_sets, layout.length, ids.device, "modality_sums" in declared)
+                attention = sums
                 cuts = sorted(random.sample(range(1, layout.length), 2))
                 for start, end in itertools.pairwise([0, *cuts, layout.length]):
                     positions = torch.arange(start, end)

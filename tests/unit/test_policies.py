@@ -200,6 +200,8 @@ def test_statistics_that_no_row_was_observed_for_name_the_row_sets_that_have_the
         _ = NO_ATTENTION.column_sums
     with pytest.raises(AttributeError, match=r"text_column_sums is not observed.*to one of 'all'"):
         _ = NO_ATTENTION.text_column_sums
+    with pytest.raises(ValueError, match=r"modality_sums was not computed: name it in"):
+        _ = sums.text_column_sums
     with pytest.raises(AttributeError, match=r"row_positions is not observed.*'window'$"):
         _ = sums.row_positions
     with pytest.raises(AttributeError, match=r"weighted_column_sums is not observed"):
@@ -259,7 +261,7 @@ def run_everything(
         )
         if rows != "all":
             return observed
-        sums = RowSums(num_sets, num_tokens, positions.device)
+        sums = RowSums(num_sets, num_tokens, positions.device, by_modality=True)
         sums.add(observed, prompt.is_vision)
         return sums
 

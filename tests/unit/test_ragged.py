@@ -28,7 +28,11 @@ def random_keys() -> RaggedKeys:
         of_positions[pair, order] = torch.arange(length, dtype=torch.int32)
     width = -(-columns // size)
     tables = torch.randperm(pairs * width).view(pairs, width).int()
-    return RaggedKeys(tables[:, 0], tables, lengths, TOKENS, SHAPE, positions, of_positions)
+    in_pages = torch.zeros(pairs * width, size, dtype=torch.int32)
+    padded = torch.nn.functional.pad(positions, (0, width * size - columns))
+    in_pages[tables.long()] = padded.view(pairs, width, size)
+    where = in_pages, torch.tensor([TOKENS], dtype=torch.int32), columns, of_positions
+    return RaggedKeys(tables[:, 0], tables, lengths, TOKENS, SHAPE, *where)
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -39,21 +43,22 @@ def test_tokens_keep_their_slots_unless_these_are_cut_off(number: int) -> None:
     offsets = page_offsets(counts)
     kept = []
     for pair, count in enumerate(counts.tolist()):
-        own = keys.positions[pair, : keys.lengths[pair]]
+        own = keys.positions()[pair, : keys.lengths[pair]]
         kept.append(own[torch.randperm(len(own))[: count * size]].sort().values)
     unused = torch.full((UNUSED_PAGES * size,), 7)
     positions = torch.cat([*kept, unused]).view(-1, size).int()
-    settled, sources = keys.placed(positions, offsets, False, 1 << 20)
+    settled = keys.arranged(positions, offsets, False)
+    sources = keys.slots(settled, offsets, 1 << 20)
     assert settled.dtype == positions.dtype
     assert torch.equal(settled[-UNUSED_PAGES:], positions[-UNUSED_PAGES:])
     for pair, (first, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
         found = settled[first : first + count].flatten().long()
         assert torch.equal(found.sort().values, kept[pair])
-        own = keys.positions[pair, : count * size]
+        own = keys.positions()[pair, : count * size]
         stays = torch.isin(own, kept[pair])
         assert torch.equal(found[stays], own[stays])
         # The source of each is the slot in which the pair has the token.
         slots = torch.arange(keys.num_columns)
         slots = keys.tables[pair, slots // size].long() * size + slots % size
-        column = (keys.positions[pair] == found[:, None]).int().argmax(dim=1)
+        column = (keys.positions()[pair] == found[:, None]).int().argmax(dim=1)
         assert torch.equal(sources[first : first + count].flatten(), slots[column])

@@ -142,7 +142,7 @@ class Request:
             keys = RowKeys.of_blocks(self.row, length, self.shape)
         else:
             keys = RaggedKeys.of_row(self.row, length, self.regions)
-        _, sources = keys.placed(positions, offsets, True, len(self.pool.raw) * SIZE)
+        sources = keys.slots(positions, offsets, len(self.pool.raw) * SIZE)
         copy_kept(self.pool.keys, self.pool.values, sources, offsets, fresh, *size)
         is_vision = prompt.is_vision[: replaced * SIZE]
         tokens = CutTokens(keys, is_vision, prompt.images, scores, positions, offsets)

@@ -47,7 +47,7 @@ from vllm_tgvkv.kernels.sinks import apply_sinks
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 
 _TABLE_BYTES = 64 << 20
-"""Page tables are written for as many layers at once as fit, and for one layer in any case."""
+"""Page tables are written for as many layers at once as fit, or for as many rows of one layer."""
 
 _MAX_SPLIT_SEQUENCES = 992
 """FlashAttention 3 splits long sequences among thread blocks in batches of at most this many
@@ -128,8 +128,8 @@ class RaggedKernel:
 class FlashKernel(RaggedKernel):
     """FlashAttention, which needs a page table of `width` entries for every virtual sequence.
 
-    Tables of a few rows are written for more layers at once than tables of many: all stand at the
-    start of one buffer.
+    Tables stand at the start of one buffer: those of a few rows are written for several layers at
+    once, and those of very many for some of the rows.
     """
 
     def __init__(self, summaries: SummaryBlocks, max_rows: int, width: int) -> None:
@@ -141,17 +141,20 @@ class FlashKernel(RaggedKernel):
         # Never anything but valid pages: FlashAttention may load entries after a sequence's last.
         self._buffer = torch.zeros(size, dtype=torch.int32, device=self.device)
         starts = torch.arange(max_rows * shape.num_heads + 1, dtype=torch.int32, device=self.device)
+        self._rows_of_tables = size // (shape.num_heads * width)
+        """Rows whose tables of one layer fit the buffer."""
         self._starts: Callable[[int], torch.Tensor] = cache(lambda number: starts[: number + 1])
         self._layer_lengths: tuple[torch.Tensor, ...] = ()
         """Of the current rows, int32 [R * H] for every layer."""
         self._layer_tables: tuple[torch.Tensor, ...] = ()
-        """Of the current rows, int32 [R * H, width] for every layer of the current group."""
+        """Of the current rows, or of some if they are many, int32 [r * H, width] for every layer
+        that they are written for."""
 
     @staticmethod
     def num_entries(shape: CacheShape, max_rows: int, width: int) -> int:
         """Return the size of the buffer, in entries of 4 bytes."""
-        of_layer = max_rows * shape.num_heads * width
-        return max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES // 4))
+        of_row = shape.num_heads * width
+        return max(of_row, min(shape.num_layers * max_rows * of_row, _TABLE_BYTES // 4))
 
     def attend(
         self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
@@ -159,17 +162,16 @@ class FlashKernel(RaggedKernel):
         layer, shape = impl.layer, self.shape
         if rows.fills_at(layer):
             self._layer_lengths = self._write_lengths(rows).flatten(1).unbind()
-        index = 0 if rows.takes_turns else layer % self._layers_at_once(rows)
-        if index == 0:
-            self._layer_tables = self._write_tables(rows, layer)
         # [R, H * G, D] is [R * H, G, D] as well. vLLM's queries may be a slice of a fused
         # projection; then reshaping copies them.
         by_head = (-1, shape.group_size, shape.head_size)
         queries, outputs = query.reshape(by_head), output.view(by_head)
-        inputs = (queries, outputs, self._layer_lengths[layer], self._layer_tables[index])
-        size = rows.rows_per_launch
-        parts = _slices(inputs, size * shape.num_heads)
-        for number, (q, out, lengths, table) in enumerate(parts):
+        inputs = (queries, outputs, self._layer_lengths[layer])
+        size = min(rows.rows_per_launch, self._rows_of_tables)
+        parts = zip(
+            _slices(inputs, size * shape.num_heads), self._tables(rows, layer, size), strict=True
+        )
+        for number, ((q, out, lengths), table) in enumerate(parts):
             found = flash_attn.flash_attn_varlen_func(
                 q=q,
                 k=impl.key_pages,
@@ -202,18 +204,31 @@ class FlashKernel(RaggedKernel):
                     impl.scale,
                 )
 
-    def _layers_at_once(self, rows: RaggedTokens) -> int:
-        return len(self._buffer) // (len(rows) * self.shape.num_heads * self._width)
+    def _tables(self, rows: RaggedTokens, layer: int, size: int) -> Iterator[torch.Tensor]:
+        """Yield the page tables of each launch of `size` rows, int32 [size * H, width]."""
+        num_rows, num_layers = len(rows), 1
+        together = num_rows
+        if num_rows > self._rows_of_tables:
+            together = self._rows_of_tables // size * size
+        elif not rows.takes_turns:
+            num_layers = self._rows_of_tables // num_rows
+        for first in range(0, num_rows, together):
+            if layer % num_layers == 0:
+                some = slice(first, first + together)
+                most = min(num_layers, self.shape.num_layers - layer)
+                self._layer_tables = self._write_tables(rows, some, layer, most)
+            tables = self._layer_tables[layer % num_layers]
+            for (table,) in _slices((tables,), size * self.shape.num_heads):
+                yield table
 
-    def _write_tables(self, rows: RaggedTokens, layer: int) -> tuple[torch.Tensor, ...]:
-        """Write the tables of a group of layers and return them, int32 [R * H, width] each."""
-        shape = self.shape
-        num_layers = 1
-        if not rows.takes_turns:
-            num_layers = min(self._layers_at_once(rows), shape.num_layers - layer)
-        size = (num_layers, len(rows), shape.num_heads, self._width)
+    def _write_tables(
+        self, rows: RaggedTokens, some: slice, layer: int, num_layers: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Write the tables of some rows in some layers, int32 [r * H, width] each."""
+        block_table, seq_lens = rows.block_table[some], rows.seq_lens[some]
+        size = (num_layers, len(seq_lens), self.shape.num_heads, self._width)
         tables = self._buffer[: math.prod(size)].view(size)
-        self.regions.write_page_tables(rows.block_table, rows.seq_lens, layer, tables)
+        self.regions.write_page_tables(block_table, seq_lens, layer, tables)
         return tables.flatten(1, 2).unbind()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.cache.row_keys import RowKeys
-from vllm_tgvkv.kernels.ragged import kept_slots, locate_columns
+from vllm_tgvkv.kernels.ragged import column_positions, kept_slots, position_columns
 from vllm_tgvkv.kernels.statistics import Attention, ObservedAttention
 
 
@@ -28,8 +28,12 @@ class RaggedKeys(RowKeys):
     the cost of a cut goes by the keys that are left; elsewhere it is n.
     """
 
-    positions: Tensor
-    """Position of each column, int32 [L * H, C]; n after a pair's last key."""
+    region_positions: Tensor
+    """Positions of the tokens in all regions, int32 [num_pool_pages, N]."""
+    first_tail: Tensor
+    """Position of the first token behind the row's region, int32 [1]."""
+    most_keys: int
+    """C."""
     columns: Tensor
     """Column of each position, int32 [L * H, n]; n for evicted positions."""
 
@@ -50,15 +54,20 @@ class RaggedKeys(RowKeys):
         tables, lengths = tables.view(num_pairs, width), lengths.view(num_pairs)
         # Indexing by a tensor of no dimension would wait for its value.
         first_tail = regions.num_replaced.index_select(0, blocks[:1]) * size
-        located = locate_columns(
+        columns = position_columns(
             tables, lengths, regions.positions, first_tail, num_tokens, num_columns
         )
-        return cls(blocks, tables, lengths, num_tokens, shape, *located)
+        where = regions.positions, first_tail, num_columns, columns
+        return cls(blocks, tables, lengths, num_tokens, shape, *where)
 
     @property
     def num_columns(self) -> int:
-        """C."""
-        return self.positions.shape[1]
+        return self.most_keys
+
+    def positions(self, pairs: slice = slice(None)) -> Tensor:
+        """Return the position of each column of some pairs, int32 [pairs, C]; n without a key."""
+        row = self.tables[pairs], self.lengths[pairs], self.region_positions, self.first_tail
+        return column_positions(*row, self.num_tokens, self.num_columns)
 
     def present_in(self, first: int, num_layers: int, num_sets: int) -> Tensor:
         return self.columns[self.of_layers(first, num_layers, num_sets)] < self.num_tokens
@@ -66,15 +75,16 @@ class RaggedKeys(RowKeys):
     def attention(self, observed: ObservedAttention, layer: int, rows: Tensor) -> Attention:
         return RaggedAttention(observed, self, layer, rows)
 
-    def placed(
-        self, positions: Tensor, offsets: Tensor, in_order: bool, num_slots: int
-    ) -> tuple[Tensor, Tensor]:
+    def arranged(self, positions: Tensor, offsets: Tensor, in_order: bool) -> Tensor:
         if positions.is_cpu and not in_order:
-            positions = self.settled(positions, offsets)
-        return positions, kept_slots(positions, offsets, self.tables, self.columns, num_slots)
+            return self.settled(positions, offsets)
+        return positions
+
+    def slots(self, positions: Tensor, offsets: Tensor, num_slots: int) -> Tensor:
+        return kept_slots(positions, offsets, self.tables, self.columns, num_slots)
 
     def candidates(self, num_candidates: int) -> tuple[Tensor, Tensor]:
-        return self.tables, self.positions
+        return self.tables, self.positions()
 
     def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
         size, pairs = self.shape.block_size, self.of_layers(layer, num_layers, self.shape.num_heads)
@@ -113,7 +123,7 @@ class RaggedKeys(RowKeys):
         of_hole, hole = (is_inside & ~is_kept).nonzero(as_tuple=True)
         columns.view(-1)[offsets[of_hole] * size + hole] = (is_kept & ~is_inside).nonzero()[:, 1]
         settled = positions.clone()
-        settled[:num_pages] = self.positions[pair, columns]
+        settled[:num_pages] = self.positions()[pair, columns]
         return settled
 
 
@@ -132,7 +142,7 @@ class RaggedAttention(Attention):
         self._own = own
         self._num_tokens = keys.num_tokens
         pairs = keys.of_layers(layer, own.num_layers, own.num_groups // own.num_layers)
-        self._positions, self._columns = keys.positions[pairs].long(), keys.columns[pairs]
+        self._positions, self._columns = keys.positions(pairs).long(), keys.columns[pairs]
         self._rows = rows
 
     @property

@@ -62,20 +62,21 @@ class RowKeys:
         """
         return observed
 
-    def placed(
-        self, positions: Tensor, offsets: Tensor, in_order: bool, num_slots: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the tokens of a new region in the order of its slots, and where they are now.
+    def arranged(self, positions: Tensor, offsets: Tensor, in_order: bool) -> Tensor:
+        """Return the tokens of a new region in the order of its slots.
 
         Args:
             positions: int32 [pages, N]; `offsets` belong to the region, see `select_tokens`.
             in_order: whether they have to ascend in every head.
-            num_slots: of the pool.
 
         Returns:
-            Positions like `positions`, and slots of the pool, see `kept_slots`.
+            int32 [pages, N].
         """
-        return positions, kept_slots(positions, offsets, self.tables, None, num_slots)
+        return positions
+
+    def slots(self, positions: Tensor, offsets: Tensor, num_slots: int) -> Tensor:
+        """Return where the tokens of some pages are in a pool of `num_slots`, see `kept_slots`."""
+        return kept_slots(positions, offsets, self.tables, None, num_slots)
 
     def candidates(self, num_candidates: int) -> tuple[Tensor, Tensor]:
         """Return the pages of keys that hold the first tokens, and the position of each key.

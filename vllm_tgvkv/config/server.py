@@ -388,9 +388,12 @@ class EvictionConfig:
 
     @property
     def num_query_rows(self) -> int:
-        """Rows of the query pool: enough for 8 requests that wait, within a bound of memory."""
+        """Rows of the query pool: all of 5 requests that wait, within a bound of memory.
+
+        A request takes one with each token that votes, so that many more wait at a time.
+        """
         waits = max(self.defer or 0, ANSWER_ROWS)
-        return min(8 * (self.observation_window + WINDOW + waits), _MOST_QUERY_ROWS)
+        return min(5 * (self.observation_window + WINDOW + waits), _MOST_QUERY_ROWS)
 
     @property
     def most_deferred(self) -> int:
@@ -410,6 +413,15 @@ class EvictionConfig:
                 f"{self.most_deferred}, whose queries the server has room for"
             )
         return int(value)
+
+    def auto_weight(self, policy: Policy) -> int:
+        """Return how often a token counts for the memory of a step's evictions, with `auto`.
+
+        Masses take as much as scores. For those of every head there is memory if the server's own
+        budget is `auto`.
+        """
+        is_auto = self.budget is not None and self.budget.is_auto
+        return 1 if is_auto or policy.granularity == "layer" else 2
 
     @property
     def method_names(self) -> tuple[str, ...]:

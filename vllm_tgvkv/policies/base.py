@@ -225,6 +225,9 @@ class Retention(ABC):
 
     preferred: ClassVar[str] = "preferred"
     """The tokens that come before others, sinks apart, in one word: a reason in traces."""
+    is_by_number: ClassVar[bool] = True
+    """Whether tiers may depend on `num_kept`: then a server sets aside memory for those of all
+    heads."""
 
     @abstractmethod
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:

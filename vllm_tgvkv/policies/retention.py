@@ -19,6 +19,7 @@ class TextFirst(Retention):
     """
 
     preferred = "text"
+    is_by_number = False
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         return sinks_above(prompt, ~prompt.is_vision)
@@ -29,6 +30,7 @@ class VisionFirst(Retention):
     """Vision before text: the ablation of TPR."""
 
     preferred = "vision"
+    is_by_number = False
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         return sinks_above(prompt, prompt.is_vision)
@@ -37,6 +39,8 @@ class VisionFirst(Retention):
 @RETENTIONS.register("by_score")
 class ByScore(Retention):
     """No modality first: the score alone decides."""
+
+    is_by_number = False
 
     def tiers(self, prompt: Prompt, num_kept: Tensor) -> Tensor:
         return sinks_above(prompt, torch.zeros_like(prompt.is_vision))

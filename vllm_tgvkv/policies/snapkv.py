@@ -32,6 +32,7 @@ class WindowFirst(Retention):
     """The last tokens, by default the rows of the window, before all other tokens."""
 
     preferred = "recent"
+    is_by_number = False
 
     def __init__(self, size: int = WINDOW) -> None:
         self.size = size

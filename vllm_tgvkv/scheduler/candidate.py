@@ -52,6 +52,8 @@ class Candidate:
     """Tokens between two choices of its tokens; 0 if what is evicted never comes back."""
     num_sketch: int = 0
     """Blocks of its region that hold a sketch of the prompt, so that it may."""
+    weight: int = 1
+    """How often its tokens count for the memory of a step's evictions."""
     choice: int | None = None
     """Tokens of the request that are computed at the next choice; None if there is none."""
     cut_in_step: int = 0
@@ -341,9 +343,10 @@ def make_candidate(
     serves = cuts.after(first) is not None or config.debug.evict_at_full_budget
     if covers_prompt and not serves:
         return "prompt_too_short" if is_short else "budget_covers_prompt"
+    weight = 1 if guard is None else config.auto_weight(policy)
     kinds, num_rows = policy.row_sets, config.num_answer_rows
     rows = voters(prompt, kinds, config.observation_window, options.defer)
-    more = num_rows, (), policy.summaries, every, sketch
+    more = num_rows, (), policy.summaries, every, sketch, weight
     return Candidate(options, prompt, kinds, rows, cuts, guard, first, *more)
 
 

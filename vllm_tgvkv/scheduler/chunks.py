@@ -80,9 +80,10 @@ class ChunkLimits:
         if not self._manager.may_take(request, end):
             return 0
         if candidate is not None and candidate.cut is not None and end == candidate.cut.at:
-            if self._num_cut_tokens and self._num_cut_tokens + end > self._most_cut_tokens:
+            num_cut = end * candidate.weight
+            if self._num_cut_tokens and self._num_cut_tokens + num_cut > self._most_cut_tokens:
                 return 0
-            self._num_cut_tokens += end
+            self._num_cut_tokens += num_cut
         return end - start
 
     def _end_of_chunk(

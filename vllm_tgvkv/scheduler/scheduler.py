@@ -117,10 +117,11 @@ class EvictionScheduler(Scheduler):
             max_running=self.max_num_running_reqs,
             num_drafts=self.num_spec_tokens,
         )
+        self._most_cut_tokens = self.max_model_len + self.max_num_scheduled_tokens
         self._chunk_limits = ChunkLimits(
             self.manager,
             self.query_rows,
-            most_cut_tokens=self.max_model_len + self.max_num_scheduled_tokens,
+            most_cut_tokens=self._most_cut_tokens,
             state_interval=self.block_size if self.manager.others.caches_states else None,
         )
         self._read: list[KVCacheBlock] = []
@@ -212,6 +213,8 @@ class EvictionScheduler(Scheduler):
         )
         if isinstance(found, str):
             return found
+        if found.cut is not None and found.weight * found.cut.at > self._most_cut_tokens:
+            return "auto_too_long"
         num_header = self.handovers.num_header(request, found) if self.handovers else 0
         fits = self.manager.can_ever_fit(found.cuts, num_header)
         return found if fits else "pool_too_small"

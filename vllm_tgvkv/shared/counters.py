@@ -18,6 +18,7 @@ SKIP_REASONS = {
     "single_token": "the request generates one token only",
     "answer_too_short": "the answer ended before the wait for it (`defer`) did",
     "pool_too_small": "the pool cannot hold the prompt and the retained blocks together",
+    "auto_too_long": "a budget `auto` in every head takes more memory than the server's own budget",
     "method_needs_vision": "the method's budget is attention to images, and there are none",
     "unknown_patch_grid": "grid pooling is asked for and an image's patch grid is not known",
     "invalid_request": "its vllm_xargs are wrong, and no front end of vLLM has checked them",

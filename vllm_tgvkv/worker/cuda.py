@@ -59,12 +59,12 @@ class EvictionGPUWorker(EvictingWorker, Worker):
         """Return the bytes of the pool: what vLLM would take, less what eviction takes itself."""
         available = super().determine_available_memory()
         evicted = evicted_specs(self.get_kv_cache_spec())
-        memory = memory_of(self.vllm_config, evicted)
+        # Blocks of windows and of states are as large, see `page_pool`.
+        block_bytes = sum(spec.page_size_bytes for spec in evicted.values())
+        memory = memory_of(self.vllm_config, evicted, available // block_bytes)
         logger.info("KV eviction takes %s", memory)
         if self.cache_config.kv_cache_memory_bytes:
             return available  # the user's number, or one found so at an earlier start
-        # Blocks of windows and of states are as large, see `page_pool`.
-        block_bytes = sum(spec.page_size_bytes for spec in evicted.values())
         left = memory.left_for_pool(available, block_bytes)
         # vLLM adds it up to a --kv-cache-memory that it recommends.
         self.peak_activation_memory += available - left
@@ -98,8 +98,13 @@ class EvictionGPUWorker(EvictingWorker, Worker):
         self.model_runner.changed_rows = changes
 
 
-def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -> Memory:
-    """Return what eviction takes outside the pool, for the specs of the evicted layers by name."""
+def memory_of(
+    vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec], most_blocks: int
+) -> Memory:
+    """Return what eviction takes outside the pool, for the specs of the evicted layers by name.
+
+    The pool has at most `most_blocks` blocks.
+    """
     name, spec = next(iter(specs.items()))
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     impl = compilation.static_forward_context[name].impl
@@ -114,6 +119,7 @@ def memory_of(vllm_config: VllmConfig, specs: Mapping[str, FullAttentionSpec]) -
         max_rows=max_rows,
         table_width=cdiv(model.max_model_len, spec.block_size),
         workspace_bytes=WORKSPACE_BYTES,
+        pool_tokens=most_blocks * spec.block_size,
         ranks=tensor_ranks(vllm_config),
         split_sequences=most_split_sequences(
             max_rows,

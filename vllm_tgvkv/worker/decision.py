@@ -25,6 +25,9 @@ from vllm_tgvkv.kernels.select import (
 from vllm_tgvkv.policies import AllLayers, Depth, Policy, Prompt
 from vllm_tgvkv.shared.budget import Guard
 
+_PAGES_AT_ONCE = 1 << 20
+"""Pages whose vision tokens are counted at a time."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -45,9 +48,13 @@ class Decision:
 
     def count_vision(self, is_vision: Tensor) -> Tensor:
         """Return the vision tokens in all pages that hold tokens, int64; `is_vision` is `[P]`."""
-        # An index of int64 would take more memory than the positions.
-        chosen = is_vision.index_select(0, self.positions.flatten())
-        in_page = chosen.view_as(self.positions).sum(1)
+        in_page = torch.cat(
+            [
+                # An index of int64 would take more memory than the positions.
+                is_vision.index_select(0, part.flatten()).view_as(part).sum(1)
+                for part in self.positions.split(_PAGES_AT_ONCE)
+            ]
+        )
         is_used = torch.arange(len(in_page), device=in_page.device) < self.offsets[-1]
         return (in_page * is_used).sum()
 
@@ -244,7 +251,8 @@ def _below_if_evicted(tiers: Tensor, present: Tensor | None) -> Tensor:
     """Return tiers in which candidates that an earlier cut evicted are below all others."""
     if present is None:
         return tiers
-    return (tiers + 1) * present
+    raised = tiers.to(torch.uint8) + 1
+    return raised.mul_(present) if raised.shape == present.shape else raised * present
 
 
 _TEXT_TIER, _SINK_TIER = 4, 8

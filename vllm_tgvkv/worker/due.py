@@ -51,6 +51,8 @@ class SummedRows(Rows):
     """bool [O]."""
     num_tokens: int
     """Tokens of the prompt and of the answer that the eviction waits for."""
+    by_modality: bool
+    """Whether text and vision rows are summed apart."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class DueEviction:
 
 
 def summed_rows(
-    chunk: ColumnSumChunk, first_token: int, per_head: bool, context: ObserverContext
+    chunk: ColumnSumChunk, first_token: int, policy: Policy, context: ObserverContext
 ) -> SummedRows:
     """Return the rows of a chunk; `first_token` is the index of its first among the queries."""
     start, end, device = chunk.chunk_start, chunk.num_keys, context.device
@@ -116,9 +118,10 @@ def summed_rows(
         num_visible=torch.arange(start + 1, end + 1, dtype=torch.int32, device=device)[None],
         num_keys=end,
         tables=RowKeys.of_blocks(context.to_device(chunk.blocks), end, context.shape).tables,
-        per_head=per_head,
+        per_head=policy.granularity == "head",
         is_vision=context.to_device(chunk.prompt.is_vision()[start:end]),
         num_tokens=chunk.prompt.num_tokens,
+        by_modality="modality_sums" in policy.statistics("all"),
     )
 
 

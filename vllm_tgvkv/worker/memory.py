@@ -19,13 +19,18 @@ from vllm_tgvkv.kernels.merge import WORKSPACE_BYTES as MERGING_BYTES
 from vllm_tgvkv.kernels.redundancy import BYTES_PER_ENTRY as REDUNDANCY_BYTES
 from vllm_tgvkv.kernels.select import KEY_BYTES as RANKING_BYTES
 from vllm_tgvkv.kernels.sketch import sketch_bytes
-from vllm_tgvkv.kernels.statistics import KEY_BYTES, KEY_STATISTICS, REDUNDANCY_WORKSPACES
+from vllm_tgvkv.kernels.statistics import (
+    KEY_STATISTICS,
+    bytes_of_keys,
+    bytes_of_similarities,
+)
 from vllm_tgvkv.policies import Policy
 from vllm_tgvkv.recall.tier import staging_bytes
 from vllm_tgvkv.shared.prompt import CHOICE_ROWS
 from vllm_tgvkv.summaries.blocks import bytes_of_writing
 from vllm_tgvkv.worker.ranks import Ranks
 from vllm_tgvkv.worker.recaller import layers_at_once, logits_bytes
+from vllm_tgvkv.worker.region_writer import SLOT_BYTES
 
 _TABLE_BYTES = 64 << 20
 """Page tables of several layers, see `attention/cuda.py`."""
@@ -58,10 +63,17 @@ class Sizes:
     """Entries of a row of the block table."""
     workspace_bytes: int
     """Bound of each buffer of the statistics."""
+    pool_tokens: int
+    """Most tokens that the pool may have room for."""
     ranks: Ranks = field(default_factory=Ranks)
     """The tensor-parallel ranks."""
     split_sequences: int = 0
     """Most sequences of a launch of FlashAttention 3 that splits them, times the splits of each."""
+
+    @property
+    def most_kept(self) -> int:
+        """Most tokens that an eviction keeps: the pool holds them and the prompt together."""
+        return min(self.max_tokens, self.pool_tokens // 2)
 
 
 @dataclass(frozen=True)
@@ -99,9 +111,9 @@ class Memory:
 def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     """Return the memory that the server's evictions and compressed requests take.
 
-    It is enough for any method that a request may name, with a budget `auto`, and for requests that
-    are evicted in the same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together.
-    The scheduler lets others wait for the next step.
+    It is enough for any method that a request may name, and for requests that are evicted in the
+    same step with `Sizes.max_tokens` plus `Sizes.step_tokens` tokens together. The scheduler lets
+    others wait for the next step, and counts tokens twice where budgets `auto` take more than this.
 
     To set aside memory for something else, add a line here and to the table of `docs/design.md`.
     """
@@ -129,8 +141,8 @@ def _of_server(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
         of_program = 8 * shape.group_size * (shape.head_size + 2) + 4 * shape.num_layers
         work = 4 * shape.num_layers * (sequences + 1) + _DECODE_PROGRAMS * of_program
         return {"lengths": lengths, "division of work": work, **lines}
-    of_layer = 4 * sequences * sizes.table_width
-    tables = max(of_layer, min(shape.num_layers * of_layer, _TABLE_BYTES))
+    of_row = 4 * shape.num_heads * sizes.table_width
+    tables = max(of_row, min(shape.num_layers * sizes.max_rows * of_row, _TABLE_BYTES))
     # Every split of a sequence has an output in float32 and a logarithm, before they are added.
     partial = 4 * sizes.split_sequences * shape.group_size * (shape.head_size + 1)
     lengths += 4 * (sequences + 1)
@@ -170,12 +182,14 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     num_sets = shape.num_heads if policy.granularity == "head" else 1
     scores = 4 * shape.num_layers * num_sets  # of one token
     together = tokens + sizes.step_tokens
-    guarded = scores if policy.score.rows != "none" else 0
+    attends = policy.score.rows != "none"
+    guarded = scores if attends and not config.auto_weight(policy) > 1 else 0
     tables = 4 * shape.num_pairs * -(-together // shape.block_size)
     lines = {
         "scores": scores * together,
         "masses": guarded * together,
-        "column sums": 2 * scores * together if "all" in policy.row_sets else 0,
+        # Scores, or masses, take the place of one number of each token.
+        "column sums": scores * together if "modality_sums" in policy.statistics("all") else 0,
         "page numbers": tables * (2 if "all" in policy.row_sets else 1),
         "statistics": _of_statistics(config, policy, sizes, num_sets),
     }
@@ -190,19 +204,17 @@ def _of_method(config: EvictionConfig, policy: Policy, sizes: Sizes) -> dict[str
     choice = policy.allocation.bytes_per_score * shape.num_layers * num_sets * num_parts * tokens
     choice += 6 * _key_slice(sizes, num_sets * num_parts)
     work = max(
-        _of_queries(config, policy, sizes)
-        + _of_score(policy, sizes, num_sets)
-        + _of_shared(policy, sizes, num_sets),
+        _of_scoring(config, policy, sizes, num_sets) + _of_shared(policy, sizes, num_sets),
         gathered,
         stacked + choice,
-        stacked + _of_copy(policy, sizes, num_sets),
+        stacked + _of_copy(config, policy, sizes, num_sets),
         stacked + (bytes_of_writing(shape, tokens) if policy.summaries is not None else 0),
     )
     if config.recall is not None:
         work = max(work, _of_choice(config.recall, policy, sizes))
     work += 16 * tokens  # which of them are vision, tiers and places, for all heads
-    if config.keeps_positions:  # of a compressed request, see `RaggedKeys`
-        work += 8 * shape.num_pairs * tokens
+    if config.keeps_positions:  # columns of a compressed request, see `RaggedKeys`
+        work += 4 * shape.num_pairs * tokens
     return {**lines, "work": work}
 
 
@@ -215,9 +227,9 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
     waits = policy.scores_layers_together and policy.row_sets != ("all",)
     num_layers = shape.num_layers if waits else 1
-    # All rows of a chunk are summed layer by layer.
-    at_once = max(num_rows, config.num_query_rows * num_layers)
-    scratch = _PARTIAL_SUMS + 16 * at_once * shape.num_heads * shape.group_size
+    # Rows of a layer, times the layers at once, whose queries fit a workspace.
+    of_batch = min(num_layers * config.num_query_rows, sizes.workspace_bytes // _query_bytes(sizes))
+    scratch = _PARTIAL_SUMS + 16 * max(num_rows, of_batch) * shape.num_heads * shape.group_size
     averages = 4 * num_sets * num_rows * (tokens + 128)  # of a layer
     if "row_averages" in queried:
         scratch += min(sizes.workspace_bytes, num_layers * averages)
@@ -226,32 +238,47 @@ def _of_statistics(config: EvictionConfig, policy: Policy, sizes: Sizes, num_set
     return scratch
 
 
-def _of_queries(config: EvictionConfig, policy: Policy, sizes: Sizes) -> int:
-    """Return what queries take until their layers are scored.
-
-    Queries of the layers that wait, of all prompts, and then twice the queries of one prompt.
-    """
+def _query_bytes(sizes: Sizes) -> int:
+    """Return the bytes of the queries of a token in one layer."""
     shape = sizes.shape
-    row = shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
-    of_prompt = 2 * _of_layers(config.num_query_rows * row, policy, sizes)
-    if not policy.scores_layers_together or policy.row_sets == ("all",):
-        return of_prompt
-    waiting = shape.num_layers * sizes.step_tokens * row
-    return min(sizes.workspace_bytes, waiting) + of_prompt
+    return shape.num_heads * shape.group_size * shape.head_size * sizes.element_bytes
+
+
+def _of_scoring(config: EvictionConfig, policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what queries and scores take while layers are scored, some numbers for each token.
+
+    Either one layer of the longest prompt is scored at a time, or several of a shorter one, whose
+    queries and scores then fit a workspace each.
+    """
+    shape, workspace = sizes.shape, sizes.workspace_bytes
+    queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
+    of_layer = config.num_query_rows * _query_bytes(sizes)
+    scores = policy.scoring_bytes(0) * num_sets * sizes.max_tokens
+    # Rows of one of several sets are copied.
+    num_copies = 1 + (len(policy.row_sets) > 1)
+    keys, several_keys = 0, 0
+    if KEY_STATISTICS & queried:
+        # What they return, of a compressed row by column and by position.
+        num_found = 8 if config.keeps_positions else 4
+        found = 4 * num_found * num_sets * sizes.max_tokens
+        keys = found + _of_keys(sizes, "key_redundancy" in queried)
+        several_keys = min(workspace * found // scores, shape.num_layers * found)
+        several_keys += workspace + bytes_of_similarities(0, workspace)
+    one = num_copies * of_layer + max(scores, keys)
+    if not policy.scores_layers_together:
+        return one
+    several = min(workspace, shape.num_layers * of_layer) * num_copies
+    several += max(min(workspace, shape.num_layers * scores), several_keys)
+    waiting = 0
+    if policy.row_sets != ("all",):  # the queries of all prompts
+        waiting = min(workspace, shape.num_layers * sizes.step_tokens * _query_bytes(sizes))
+    return waiting + max(one, several)
 
 
 def _of_layers(of_layer: int, policy: Policy, sizes: Sizes) -> int:
     """Return the bytes of all layers that are scored together, where one takes `of_layer`."""
     num_layers = sizes.shape.num_layers if policy.scores_layers_together else 1
     return max(of_layer, min(sizes.workspace_bytes, num_layers * of_layer))
-
-
-def _of_score(policy: Policy, sizes: Sizes, num_sets: int) -> int:
-    """Return what scoring and pooling layers takes: some numbers for each token."""
-    queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
-    of_keys = _of_keys(sizes, "key_redundancy" in queried) if KEY_STATISTICS & queried else 0
-    of_tokens = policy.scoring_bytes(0) * num_sets * sizes.max_tokens
-    return _of_layers(of_tokens, policy, sizes) + of_keys
 
 
 def _of_shared(policy: Policy, sizes: Sizes, num_sets: int) -> int:
@@ -268,28 +295,33 @@ def _of_shared(policy: Policy, sizes: Sizes, num_sets: int) -> int:
 def _of_keys(sizes: Sizes, all_similarities: bool) -> int:
     """Return what the keys of some heads take, with their similarities and the window's logits."""
     shape, tokens = sizes.shape, sizes.max_tokens
-    of_head = KEY_BYTES * shape.head_size * tokens
+    of_head = bytes_of_keys(tokens, shape.head_size, sizes.element_bytes)
     num_heads = min(max(1, sizes.workspace_bytes // of_head), shape.num_pairs)
     if not all_similarities:
         return num_heads * of_head
     row_bytes = REDUNDANCY_BYTES * num_heads * tokens
-    rows = max(1, REDUNDANCY_WORKSPACES * sizes.workspace_bytes // row_bytes)
+    rows = max(1, bytes_of_similarities(of_head, sizes.workspace_bytes) // row_bytes)
     similarities = min(rows, tokens) * row_bytes
     logits = 4 * WINDOW * (shape.group_size + 2) * num_heads * tokens
     return num_heads * of_head + max(similarities, logits)
 
 
-def _of_copy(policy: Policy, sizes: Sizes, num_sets: int) -> int:
-    """Return what kept positions and their copy take, with a budget of 1."""
+def _of_copy(config: EvictionConfig, policy: Policy, sizes: Sizes, num_sets: int) -> int:
+    """Return what kept positions and their copy take."""
     shape, tokens = sizes.shape, sizes.max_tokens
-    positions = 5 * shape.num_pairs * tokens
-    sources = 4 * shape.num_pairs * tokens  # a pool of more than 2**31 slots is never that full
-    tiers = shape.num_layers * num_sets * tokens + 3 * _key_slice(sizes, num_sets)
+    positions = 4 * shape.num_pairs * sizes.most_kept
+    slots = min(SLOT_BYTES, 8 * shape.num_pairs * sizes.most_kept)
+    # Bytes of all tokens in all sets: tiers, and where some are gone raised ones, and which.
+    by_number = policy.retention.is_by_number
+    num_bytes = by_number + 2 * config.keeps_positions
+    tiers = num_bytes * shape.num_layers * num_sets * tokens
+    if by_number:
+        tiers += 3 * _key_slice(sizes, num_sets) // 2
     merging = 0
     if policy.merge:
-        of_pair = 4 * shape.head_size * tokens
-        merging = 5 * min(max(MERGING_BYTES, of_pair), shape.num_pairs * of_pair)
-    return positions + max(tiers, sources, merging)
+        most = max(MERGING_BYTES, 4 * tokens)  # one number of each candidate is the least
+        merging = 5 * min(most, shape.num_pairs * 4 * shape.head_size * tokens) + 64 * tokens
+    return positions + max(tiers, slots, merging)
 
 
 def _key_slice(sizes: Sizes, num_sets: int) -> int:

@@ -106,8 +106,8 @@ class PromptObservation:
                 index = observation.rows + (first_token - observation.chunk_start)
                 self._token_index = self._context.to_device(index)
             if summing is not None:
-                per_head = self._policy_of(summing.method).granularity == "head"
-                self._summed = summed_rows(summing, first_token, per_head, self._context)
+                policy = self._policy_of(summing.method)
+                self._summed = summed_rows(summing, first_token, policy, self._context)
             if eviction is not None:
                 self.due = self._due_eviction(eviction)
 
@@ -184,7 +184,9 @@ class PromptObservation:
             num_sets = chunk.num_groups
             if self._sums is None:
                 num_all = self._context.shape.num_layers * num_sets
-                self._sums = RowSums(num_all, summed.num_tokens, self._context.device)
+                self._sums = RowSums(
+                    num_all, summed.num_tokens, self._context.device, summed.by_modality
+                )
             self._sums.add(chunk, summed.is_vision, layer * num_sets)
         if self._token_index is not None:
             return queries.index_select(0, self._token_index)
@@ -293,8 +295,13 @@ class PromptObservation:
             if values is not None
         }
         for name, values in by_layer.items():
-            if name not in self.shown:
-                size = self._context.shape.num_layers, *values.shape[1:]
+            if name in self.shown:
+                continue
+            size = self._context.shape.num_layers, *values.shape[1:]
+            if self._sums is not None and name == ("scores" if masses is None else "masses"):
+                # These take the place of the sums of the same layers, which nobody reads again.
+                self.shown[name] = self._sums.memory.unflatten(0, size[:2])[..., : size[2]]
+            else:
                 self.shown[name] = values.new_empty(size)
         # Nothing after this line raises: layers are kept once, whatever fails before.
         layers = slice(self.num_shown, self.num_shown + num_layers)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.kernels.statistics import KEY_STATISTICS, Attention, Statistic
+from vllm_tgvkv.kernels.statistics import KEY_STATISTICS, Attention, Statistic, not_computed
 from vllm_tgvkv.shared.layer_types import evicted_kv_heads
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class SharedAttention:
         self._mean = mean
         self._own = cache(own)
         # Row averages only help a rank to weigh its own rows.
-        known_later = {"row_averages", "column_maxima"} | KEY_STATISTICS
+        known_later = {"row_averages", "column_maxima", "modality_sums"} | KEY_STATISTICS
         self._first_pass = ("column_sums", *sorted(statistics - known_later))
         # Not cached properties: their lock would let ranks that are threads wait for each other.
         self._known: dict[str, Tensor] = {}
@@ -249,9 +249,7 @@ class SharedAttention:
 
     def _declared(self, name: Statistic) -> Tensor:
         if name not in self._first_pass:
-            raise ValueError(
-                f"{name} was not computed: name it in the `statistics` of the score or allocation"
-            )
+            raise ValueError(not_computed(name))
         return self._shared(name, self._first_pass)
 
     def _shared(self, name: str, together: Sequence[str]) -> Tensor:

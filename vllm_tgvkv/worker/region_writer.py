@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from vllm_tgvkv.cache.header import Headers
+from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.kernels.copy import copy_kept
 from vllm_tgvkv.kernels.merge import merge_evicted
 from vllm_tgvkv.kernels.select import page_offsets
@@ -14,6 +17,9 @@ from vllm_tgvkv.summaries.blocks import CutTokens, SummaryBlocks
 from vllm_tgvkv.worker.context import ObserverContext
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 from vllm_tgvkv.worker.due import DueEviction
+
+SLOT_BYTES = 32 << 20
+"""Bound of the slots that kept tokens are copied from at a time, in 4 or 8 bytes each."""
 
 
 class RegionWriter:
@@ -35,17 +41,22 @@ class RegionWriter:
         context, pool = self._context, self._context.pool
         blocks = due.new_blocks[: due.num_token_blocks]
         sizes, offsets = (pool.shape.num_layers, pool.shape.num_heads), decision.offsets
-        positions, sources = due.keys.placed(
-            decision.positions, offsets, due.is_ordered, pool.keys.shape[0] * pool.keys.shape[1]
-        )
-        copy_kept(pool.keys, pool.values, sources, offsets, blocks, *sizes)
+        positions = due.keys.arranged(decision.positions, offsets, due.is_ordered)
+        num_slots = pool.keys.shape[0] * pool.keys.shape[1]
+        for part in _parts(len(blocks), pool.shape):
+            first, last = part.start * pool.shape.num_pairs, part.stop * pool.shape.num_pairs
+            of_part = offsets
+            if last - first < len(positions):
+                of_part = (offsets - first).clamp_(0, last - first)
+            sources = due.keys.slots(positions[first:last], of_part, num_slots)
+            copy_kept(pool.keys, pool.values, sources, of_part, blocks[part], *sizes)
+            if context.gate_outputs is not None and context.regions.keeps_positions:
+                context.gate_outputs.move(sources, blocks[part])
         if due.policy.merge:
             replaced = due.keys.blocks[: due.eviction.num_replaced]
             merge_evicted(pool.keys, pool.values, positions, offsets, replaced, blocks, *sizes)
         if context.regions.keeps_positions:
             context.regions.store_positions(blocks, positions)
-            if context.gate_outputs is not None:
-                context.gate_outputs.move(sources, blocks)
         return positions
 
     def summarise(
@@ -93,3 +104,10 @@ class RegionWriter:
         size = (shape.num_layers, shape.num_heads)
         pages = torch.full(size, num_blocks, device=self._context.device)
         self._add(eviction, num_blocks, 0, page_offsets(pages))
+
+
+def _parts(num_blocks: int, shape: CacheShape) -> Iterator[slice]:
+    """Yield slices of a region's blocks that are copied one after the other."""
+    step = max(1, SLOT_BYTES // (8 * shape.num_pairs * shape.block_size))
+    for first in range(0, num_blocks, step):
+        yield slice(first, min(first + step, num_blocks))

@@ -679,7 +679,8 @@ def test_methods_score_layers_at_once_as_one_by_one(mix: Mix) -> None:
             return NO_ATTENTION
         if kind != "all":
             return observed(kind, layers)
-        sums = RowSums((layers.stop - layers.start) * num_sets, num_keys, torch.device("cpu"))
+        number = (layers.stop - layers.start) * num_sets
+        sums = RowSums(number, num_keys, torch.device("cpu"), by_modality=True)
         for i, layer in enumerate(range(layers.start, layers.stop)):
             sums.add(observed(kind, slice(layer, layer + 1)), is_vision, first_set=i * num_sets)
         return sums

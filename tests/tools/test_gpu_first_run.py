@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu.checks import CHECKS
-from tests.conftest import has_cuda
+from tests.conftest import ROOT, has_cuda
 from tools import gpu_first_run
 from tools.gpu_first_run import PARTS, Part
 
@@ -136,15 +136,17 @@ def test_the_summary_has_figures_and_first_errors(call: Call, out: Path) -> None
     figure = f"open(r'{{out}}/decode.jsonl', 'a').write('''{entry}\\n{{{{\"figure\": \"cut''')"
     bench = (
         "import json, pathlib; folder = pathlib.Path(r'{out}/bench'); folder.mkdir()\n"
-        "rows = [dict(measure='scarce', ours='320', met=True)]\n"
-        "rows += [dict(measure='other', ours='1', met=None)]\n"
+        "rows = [dict(measure='scarce', ours='320', note='3.2 x production', met=True)]\n"
+        "rows += [dict(measure='share', ours='1', note='', met=False)]\n"
+        "rows += [dict(measure='other', ours='1', note='', met=None)]\n"
         "(folder / 'x.json').write_text(json.dumps(dict(rows=rows)))"
     )
     parts = [python("decode", figure), python("bench", bench), python("bad", FAILS)]
     assert call(parts=parts) == 1
     summary = (out / "summary.md").read_text()
     assert re.search(r"^\| decode \| passed \| \d+ \| decode, ms: 6.5 \|$", summary, re.M), summary
-    assert "| scarce: 320, target met |" in summary
+    found = "scarce: 320, 3.2 x production, target met; share: 1, target MISSED"
+    assert f"| bench | passed | 0 | {found} |" in summary
     assert "| bad | **failed** |" in summary
     assert "bad (about bad):\n\n    E   assert 1 == 2" in summary
 
@@ -175,6 +177,9 @@ def test_every_check_is_a_part_and_fits_a_call() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     about = " ".join(part.about for part in PARTS)
     assert all(f"check {number}:" in about for number in range(1, 11))
+    page = (ROOT / "docs/benchmarks.md").read_text().partition("## First run on a GPU")[2]
+    told = re.findall(r"^\| ([\w-]+) \| (\d+) \|", page, re.MULTILINE)
+    assert told == [(part.name, f"{part.seconds:g}") for part in PARTS]
     gpu_first_run._parse([], PARTS)
 
 
@@ -184,7 +189,7 @@ def test_every_selection_of_tests_finds_some(out: Path) -> None:
     """The engine's parts together are their whole file, each test once."""
     tests = [part for part in PARTS if "pytest" in part.command]
     names = [part.name for part in tests]
-    assert len(names) == 9
+    assert len(names) == 8
     options = ["--rehearse", "--minutes", "60", "--out", str(out), "--only", *names]
     assert gpu_first_run.main(options) == 0
     for part in tests:
@@ -216,7 +221,7 @@ def test_without_a_gpu_the_environment_says_what_is_missing(out: Path) -> None:
         "evictions",
         *(
             pytest.param(name, marks=pytest.mark.compatibility)
-            for name in ("smoke", "defaults", "layout", "decode", "recall", "memory")
+            for name in ("smoke", "reach", "defaults", "layout", "decode", "recall", "memory")
         ),
     ],
 )

@@ -102,9 +102,9 @@ class GpuEngine:
                 num_outputs = len(self.engine.step())
                 running.append(self.core.scheduler.get_request_counts()[0])
                 if num_outputs:
-                    before, last = last, time.perf_counter()
+                    last_but_one, last = last, time.perf_counter()
                 if num_outputs == traffic.requests:
-                    full_steps.append(last - before)
+                    full_steps.append(last - last_but_one)
             synchronize(self.device)
             seconds = time.perf_counter() - begin
             self._settle()

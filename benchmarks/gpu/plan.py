@@ -14,7 +14,7 @@ BUDGET = 0.1
 REACH = {"policy": "reach", "when": "always", "budget": BUDGET}
 """The plugin's settings: the method that users begin with, also while memory is ample."""
 SETTLING = 8
-"""Steps after its first token until a request has been cut: `reach` waits for four of the answer."""
+"""Steps after its first token until a request has been cut: `reach` waits for four of them."""
 SETUPS = ("production", "ours", "constrained", "triton")
 """Stock with its defaults, the plugin, stock with the plugin's flags, the plugin's own kernel."""
 OURS = ("ours", "triton")

@@ -119,7 +119,7 @@ PARTS = (
     _check("memory", "check 10: huge prompts in 97 % of the memory", 240),
     _check("layout", "check 7: stock vLLM in the default layout and in BLHNC", 300),
     _tests(
-        "memcheck", "check 2: most of the kernels' tests under compute-sanitizer", 300, *_KERNELS,
+        "memcheck", "check 2: most of the kernels' tests under compute-sanitizer", 400, *_KERNELS,
         "-k", "not equal and not reference and not any_shares and not large and not 31_values",
         under=("compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9"),
         # Each tensor has memory of its own, so that an access beyond its end is seen.

@@ -184,9 +184,13 @@ def test_preemption(folder: Path, oracle: Oracle, arch: str, runner: str) -> Non
 
 
 @pytest.mark.skipif(os.environ.get("VLLM_GPU_SYNC_CHECK") != "error", reason="waits are no error")
-def test_a_wait_after_the_layers_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_after_the_layers_is_seen(
+    tiny_model: Callable[..., Path], runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Evictions that follow a step are under vLLM's check as well."""
+    folder = tiny_model("llava", image_size=112, head_size=64)
     with engine(folder, tgv("head"), **OPTIONS) as running:
+        assert_runner(running, runner)
         wait = torch.ones(1, device="cuda").item
         monkeypatch.setattr(running.evictor, "evict_stored", wait)
         running.add(Ask(random_text(3, 50)))

@@ -211,8 +211,9 @@ def _figures(part: Part, out: Path) -> list[str]:
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if row["met"] is not None:
                 met = "met" if row["met"] else "MISSED"
+                stock = f" against {row['production']}" if row["production"] else ""
                 note = f", {row['note']}" if row["note"] else ""
-                figures.append(f"{row['measure']}: {row['ours']}{note}, target {met}")
+                figures.append(f"{row['measure']}: {row['ours']}{stock}{note}, target {met}")
     return figures
 
 
@@ -235,8 +236,8 @@ def _write(out: Path, parts: Sequence[Part], results: Results, good: Sequence[st
             continue
         result = results[part.name]
         figures = "; ".join(result["figures"]).replace("|", "/")
-        if len(figures) > 700:
-            figures = figures[:700] + " ..."
+        if len(figures) > 1500:
+            figures = figures[:1500] + " ..."
         verdict = result["verdict"] if result["verdict"] in good else f"**{result['verdict']}**"
         rows.append(f"| {part.name} | {verdict} | {result['seconds']:.0f} | {figures} |")
         if result["error"]:

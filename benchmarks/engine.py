@@ -51,7 +51,8 @@ class ArmEngine:
         for method in ("schedule", "update_from_output"):
             self.watches.watch(self.parts.scheduler, method, "scheduling")
         if arm.evicts:
-            self.watches.watch(self.parts.evictor, "observe_layer", "eviction")
+            for method in ("observe_layer", "evict_stored"):  # in the layers, and after them
+                self.watches.watch(self.parts.evictor, method, "eviction")
         self._shuffler = random.Random(0)
         self._count = 0
         self._live: set[str] = set()

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.journal import Journal
-from benchmarks.gpu.plan import BUDGET, Traffic
-from benchmarks.gpu.timing import synchronize
+from benchmarks.gpu.plan import REACH, SETTLING, Traffic
+from benchmarks.gpu.timing import launches
 from benchmarks.models import QWEN3_VL_8B, QWEN_IMAGE, Shape, tiny
 from measure.engines import set_environment
 
@@ -121,8 +121,7 @@ class Run:
         from benchmarks.gpu.engine import GpuEngine
 
         if eviction is not None:
-            settings = {"policy": "tgv", "budget": BUDGET, **eviction}
-            engine_args["additional_config"] = {"kv_eviction": settings}
+            engine_args["additional_config"] = {"kv_eviction": {**REACH, **eviction}}
         engine_args = {"max_model_len": self.sizes.max_model_len, **engine_args}
         engine_args = {**self.sizes.engine_args, **engine_args}
         engine = GpuEngine(shape or self.sizes.shape, self.scratch, pool, engine_args)
@@ -234,7 +233,7 @@ def decode(run: Run) -> None:
     sizes = run.sizes
     engine = run.engine(sizes.pool, {})
     # Every request lives until the end, so that each is prefilled once.
-    output = len(sizes.batches) * 3 * (sizes.steps + 8) + sizes.batches[-1]
+    output = len(sizes.batches) * 3 * (sizes.steps + 2 * SETTLING) + sizes.batches[-1]
     requests: list[Any] = []
     for batch in sizes.batches:
         new = [
@@ -253,39 +252,24 @@ def decode(run: Run) -> None:
 
 
 def _time_steps(run: Run, engine: GpuEngine, what: str) -> None:
+    """Time steps once all requests have been cut."""
     steps, running = run.sizes.steps, engine.core.scheduler.get_request_counts()[0]
-    synchronize(engine.device)
+    engine.step(SETTLING)
     begin = time.perf_counter()
-    for _ in range(steps):
-        engine.engine.step()
-    synchronize(engine.device)
+    engine.step(steps)
     seconds = (time.perf_counter() - begin) / steps
     left = engine.core.scheduler.get_request_counts()[0]
     require(running == left, f"{running - left} requests ended while they were timed")
-    launches = f", {_launches(engine):.1f} launches a layer" if ON_CUDA else ""
-    run.figure(f"{what}, ms a step", f"{1e3 * seconds:.2f}{launches}")
-
-
-def _launches(engine: GpuEngine, steps: int = 4) -> float:
-    """Return what the device runs in a decode step, divided by the number of layers."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
-            engine.engine.step()
-        synchronize(engine.device)
-    events = found.events() or ()
-    number = sum(event.device_type == DeviceType.CUDA for event in events)
-    return number / steps / engine.shape.layers
+    number = launches(lambda: engine.step(4), engine.device) / 4 / engine.shape.layers
+    run.figure(f"{what}, ms a step", f"{1e3 * seconds:.2f}, {number:.1f} launches a layer")
 
 
 def evictions(run: Run) -> None:
-    """Time evicting steps on host and device, and mixed steps with many compressed requests."""
+    """Time evictions on host and device, and mixed steps with many compressed requests."""
     sizes = run.sizes
     engine = run.engine(
         sizes.pool,
-        {},
+        {"decode": {"on_request": True}},
         max_num_batched_tokens=sizes.chunk,
         limit_mm_per_prompt={"image": 128, "video": 1},
         **({"max_num_seqs": max(sizes.live + 1, 1024)} if ON_CUDA else {}),
@@ -296,6 +280,9 @@ def evictions(run: Run) -> None:
         if tokens == chunked:
             what += f", last chunk of {sizes.last_chunk}"
         _tell_eviction(run, what, engine.prefill(tokens, sizes.rounds))
+    usual = sizes.prompts[min(1, len(sizes.prompts) - 1)]
+    for method in ("reach", "tgv"):
+        _tell_cuts(run, engine, method, usual)
     seeds = iter(range(1000))
 
     def video() -> Any:
@@ -332,6 +319,20 @@ def _tell_eviction(run: Run, what: str, found: Mapping[str, float]) -> None:
     )
 
 
+def _tell_cuts(run: Run, engine: GpuEngine, method: str, tokens: int) -> None:
+    """Time a cut that waited for the answer, and a later one. Steps are graphs, and both follow."""
+    after = 4, 24
+    xargs = {"kv_eviction": method, "kv_eviction_schedule": "{}:0.5,{}:0.25".format(*after)}
+    traffic = Traffic(1, tokens, after[-1] + SETTLING)
+    cuts = engine.time_cuts(lambda: engine.request(traffic, xargs), run.sizes.rounds)
+    for answer_tokens, cut in zip(after, cuts, strict=True):
+        host, device = 1e3 * cut["host_seconds"], 1e3 * cut["device_seconds"]
+        run.figure(
+            f"{method}, {tokens} tokens, cut after {answer_tokens} of the answer",
+            f"host {host:.1f} ms, device {device:.1f} ms, {cut['launches']} launches",
+        )
+
+
 def _video_prompt(sizes: Sizes, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     side = 8 * sizes.shape.pixels_per_token
@@ -354,14 +355,13 @@ def recall(run: Run) -> None:
     sizes = run.sizes
     batch, tokens = sizes.batches[-1] // 4 or 1, 2 * sizes.short_prompt
     gib = 2 * batch * tokens * sizes.shape.kv_bytes_per_token / 2**30
-    engine = run.engine(sizes.pool, {"policy": "reach", "when": "always", "recall": {"gib": gib}})
+    engine = run.engine(sizes.pool, {"recall": {"gib": gib}})
     for comes_back in (1, 0):
-        traffic = Traffic(1, tokens, 4 * sizes.steps + batch)
+        traffic = Traffic(1, tokens, 4 * (sizes.steps + SETTLING) + batch)
         xargs = {"kv_eviction_recall": comes_back}
         requests = [engine.request(traffic, xargs) for _ in range(batch)]
         engine.start(requests)
-        for _ in range(sizes.steps):  # all are evicted, and choose
-            engine.engine.step()
+        engine.step(sizes.steps)  # all choose
         _time_steps(run, engine, f"{'with' if comes_back else 'without'} recall, batch {batch}")
         engine.abort(requests)
 

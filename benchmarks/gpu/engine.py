@@ -25,8 +25,8 @@ import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.engine import EngineCoreRequest  # noqa: E402
 
-from benchmarks.gpu.plan import Traffic  # noqa: E402
-from benchmarks.gpu.timing import DeviceStopwatch, synchronize  # noqa: E402
+from benchmarks.gpu.plan import BUDGET, SETTLING, Traffic  # noqa: E402
+from benchmarks.gpu.timing import DeviceStopwatch, launches, synchronize  # noqa: E402
 from benchmarks.models import Shape, model_folder  # noqa: E402
 from benchmarks.probe import Stopwatches, reduced_pool  # noqa: E402
 from benchmarks.prompts import image_prompt, text_prompt  # noqa: E402
@@ -50,8 +50,9 @@ class GpuEngine:
         if self.evicts:
             from vllm_tgvkv.worker.evictor import Evictor
 
-            self.eviction.wrap(Evictor, "observe_layer")
-            self.eviction_host.watch(Evictor, "observe_layer")
+            for name in ("observe_layer", "evict_stored"):  # in the layers, and after them
+                self.eviction.wrap(Evictor, name)
+                self.eviction_host.watch(Evictor, name, "eviction")
         defaults = {
             "load_format": "dummy",
             "dtype": "bfloat16",
@@ -80,8 +81,11 @@ class GpuEngine:
 
     def throughput(
         self, traffic: Traffic, budget: float | None = None, pool_tokens: int | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Serve `traffic` that arrives at once; return tokens a second and how many ran together.
+
+        Decoding alone is measured in steps in which every request gets a token; None if there are
+        none. `ideal` is how much faster a step is that reads `BUDGET` of the prompts, by bytes.
 
         `pool_tokens` reduces the pool to blocks for that number of tokens.
         """
@@ -93,14 +97,25 @@ class GpuEngine:
             synchronize(self.device)
             begin = time.perf_counter()
             self.submit(requests)
-            running = []
+            running, full_steps, last = [], [], begin
             while self.engine.has_unfinished_requests():
-                self.engine.step()
+                num_outputs = len(self.engine.step())
                 running.append(self.core.scheduler.get_request_counts()[0])
+                if num_outputs:
+                    last_but_one, last = last, time.perf_counter()
+                if num_outputs == traffic.requests:
+                    full_steps.append(last - last_but_one)
             synchronize(self.device)
             seconds = time.perf_counter() - begin
             self._settle()
+        decode = traffic.requests / statistics.median(full_steps) if full_steps else None
+        weights = self.shape.weight_bytes_per_step
+        of_token = traffic.requests * self.shape.kv_bytes_per_token
+        prompts, answers = of_token * traffic.prompt_tokens, of_token * traffic.output_tokens / 2
+        few = weights + BUDGET * prompts + answers
         return {
+            "decode_tokens_per_second": decode,
+            "ideal": (weights + prompts + answers) / few,
             "seconds": seconds,
             "tokens_per_second": traffic.requests * traffic.request_tokens / seconds,
             "output_tokens_per_second": traffic.requests * traffic.output_tokens / seconds,
@@ -113,7 +128,7 @@ class GpuEngine:
         self, prompt_tokens: int, rounds: int, budget: float | None = None
     ) -> dict[str, float]:
         """Time prompts alone: from arrival to first token, and the eviction."""
-        traffic = Traffic(1, prompt_tokens, 2)
+        traffic = Traffic(1, prompt_tokens, SETTLING)
         return self.time_prefills(lambda: self.request(traffic, budget_xargs(budget)), rounds)
 
     def time_prefills(
@@ -121,7 +136,8 @@ class GpuEngine:
     ) -> dict[str, float]:
         """Time requests alone: to the first token, and the eviction on device and host.
 
-        The device's time contains its waits for the host.
+        The eviction may come later, when the answer has begun. The device's time contains its waits
+        for the host.
         """
         seconds, parts, host = [], [], []
         for number in range(rounds + 1):
@@ -134,11 +150,11 @@ class GpuEngine:
             while not self.engine.step():
                 pass
             elapsed = time.perf_counter() - begin
+            self.drain()
             if number > 0:  # the first one warms up
                 seconds.append(elapsed)
                 parts.append(self.eviction.take())
-                host.append(self.eviction_host.seconds["observe_layer"])
-            self.drain()
+                host.append(self.eviction_host.seconds["eviction"])
         result = {"seconds": statistics.median(seconds)}
         if self.evicts:
             result["eviction_seconds"] = statistics.median(parts)
@@ -147,13 +163,55 @@ class GpuEngine:
             result["eviction_share"] = statistics.median(shares)
         return result
 
+    def time_cuts(
+        self, make_request: Callable[[], EngineCoreRequest], rounds: int
+    ) -> list[dict[str, float]]:
+        """Time the cuts that follow a step, of requests that run alone, and count their launches.
+
+        The device is idle before each, and its time contains its waits for the host.
+        """
+        evictor, counts = self.parts.evictor, list[int]()
+        timed = [self._cuts(make_request()) for _ in range(rounds + 1)][1:]  # the first warms up
+        evict = evictor.evict_stored
+
+        def counted() -> None:
+            if evictor.plan.evictions:
+                counts.append(launches(evict, self.device))
+
+        setattr(evictor, "evict_stored", counted)  # noqa: B010
+        try:
+            self._cuts(make_request())
+        finally:
+            del evictor.evict_stored  # restores the class's method
+        return [
+            {
+                "host_seconds": statistics.median(host for host, _ in cuts),
+                "device_seconds": statistics.median(device for _, device in cuts),
+                "launches": count,
+            }
+            for *cuts, count in zip(*timed, counts, strict=True)
+        ]
+
+    def _cuts(self, request: EngineCoreRequest) -> list[tuple[float, float]]:
+        """Serve a request; return the seconds of each cut on host and device."""
+        found = []
+        self.submit([request])
+        while self.engine.has_unfinished_requests():
+            self.eviction.take()
+            self.eviction_host.reset()
+            self.engine.step()
+            if self.eviction_host.calls["eviction"] and self.parts.evictor.plan.evictions:
+                found.append((self.eviction_host.seconds["eviction"], self.eviction.take()))
+        self._settle()
+        return found
+
     def decode(
         self, batch: int, prompt_tokens: int, steps: int, budget: float | None = None
     ) -> dict[str, float]:
         """Time decode steps of `batch` requests, and the host's work in them."""
         traffic = Traffic(batch, prompt_tokens, 2 * steps + 64)
         self.start([self.request(traffic, budget_xargs(budget)) for _ in range(batch)])
-        synchronize(self.device)
+        self.step(SETTLING)
         begin = time.perf_counter()
         counts = [len(self.engine.step()) for _ in range(steps)]
         synchronize(self.device)
@@ -169,8 +227,7 @@ class GpuEngine:
         So no wait for the device counts as work.
         """
         with self._host_watched():
-            for _ in range(steps):
-                self.engine.step()
+            self.step(steps)
             total = sum(self.host.seconds.values()) / self.host.calls["execute_model"]
             parts = {f"host_{name}": s / steps for name, s in self.host.seconds.items()}
         return {"host_seconds": total, **parts}
@@ -261,11 +318,15 @@ class GpuEngine:
         self.engine.abort_request(names, internal=True)
         self._settle()
 
-    def _settle(self) -> None:
-        """Let the engine finish the batches in flight and process their end."""
-        for _ in range(4):
+    def step(self, steps: int) -> None:
+        """Run steps, and wait for the device."""
+        for _ in range(steps):
             self.engine.step()
         synchronize(self.device)
+
+    def _settle(self) -> None:
+        """Let the engine finish the batches in flight and process their end."""
+        self.step(4)
 
     # -- instruments --------------------------------------------------------------------
 

@@ -11,6 +11,10 @@ from typing import Any
 from benchmarks.models import LLAVA_7B, QWEN3_VL_8B, Shape, tiny
 
 BUDGET = 0.1
+REACH = {"policy": "reach", "when": "always", "budget": BUDGET}
+"""The plugin's settings: the method that users begin with, also while memory is ample."""
+SETTLING = 8
+"""Steps after its first token until a request has been cut: `reach` waits for four of them."""
 SETUPS = ("production", "ours", "constrained", "triton")
 """Stock with its defaults, the plugin, stock with the plugin's flags, the plugin's own kernel."""
 OURS = ("ours", "triton")
@@ -53,6 +57,8 @@ class Scale:
     max_model_len: int = 33024
     engine_args: dict[str, Any] = field(default_factory=dict)
     setups: tuple[str, ...] = SETUPS
+    is_brief: bool = False
+    """Whether kernels and all but the first phases are left out."""
 
 
 FULL = Scale()
@@ -65,6 +71,16 @@ QUICK = Scale(
     prefill_rounds=2,
     decode_steps=32,
     pool_bytes=24 << 30,
+)
+FIRST = replace(
+    QUICK,
+    image=Traffic(32, 8192, 128),
+    scarce_requests=48,
+    scarce_pool=6,
+    pool_bytes=42 << 30,
+    prefills=(8192,),
+    setups=("ours", "production"),
+    is_brief=True,
 )
 SMOKE = Scale(
     shapes=(tiny(LLAVA_7B),),
@@ -82,7 +98,8 @@ SMOKE = Scale(
     engine_args={"enforce_eager": True, "max_num_seqs": 8, "block_size": 32},
     setups=("production", "ours"),
 )
-SCALES = {"full": FULL, "quick": QUICK, "smoke": SMOKE}
+FIRST_SMOKE = replace(SMOKE, setups=FIRST.setups, is_brief=True)
+SCALES = {"full": FULL, "quick": QUICK, "first": FIRST, "smoke": SMOKE, "first-smoke": FIRST_SMOKE}
 
 
 @dataclass(frozen=True)
@@ -125,8 +142,7 @@ class EnginePlan:
         common = {"max_model_len": self.scale.max_model_len, **self.scale.engine_args}
         if self.name in OURS:
             kernel = {"decode_kernel": "triton"} if self.name == "triton" else {}
-            settings = {"policy": "tgv", "budget": BUDGET, **kernel}
-            return {**common, "additional_config": {"kv_eviction": settings}}
+            return {**common, "additional_config": {"kv_eviction": {**REACH, **kernel}}}
         if self.name == "constrained":
             return {**common, "attention_backend": "FLASH_ATTN", "block_size": 16}
         return common
@@ -143,18 +159,24 @@ class EnginePlan:
             "prompt_tokens": scale.decode_prompt,
             "steps": scale.decode_steps,
         }
-        warm_up = replace(ample, requests=2, output_tokens=4)
+        warm_up = replace(ample, requests=2, output_tokens=SETTLING)
+        rounds = scale.prefill_rounds
+        prefills = [
+            Phase(f"prefill {tokens}", "prefill", {"prompt_tokens": tokens, "rounds": rounds})
+            for tokens in scale.prefills
+        ]
         yield Phase("warm-up", "throughput", {"traffic": warm_up})
-        yield Phase("scarce", "throughput", {"traffic": scarce, "pool_tokens": pool})
         yield Phase("ample", "throughput", {"traffic": ample})
+        yield Phase("scarce", "throughput", {"traffic": scarce, "pool_tokens": pool})
+        if scale.is_brief:
+            yield from prefills
+            return
         if self.shape != scale.shapes[0] or self.name == "constrained":
             return
         yield Phase("decode", "decode", decode)
         if self.name == "triton":
             return
-        for tokens in scale.prefills:
-            arguments = {"prompt_tokens": tokens, "rounds": scale.prefill_rounds}
-            yield Phase(f"prefill {tokens}", "prefill", arguments)
+        yield from prefills
         if self.name == "ours":
             yield Phase("full budget", "throughput", {"traffic": ample, "budget": 1.0})
         yield Phase("text", "throughput", {"traffic": scale.text})

@@ -45,7 +45,8 @@ class Report:
         self.date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.scale = scale
         self.begin = time.monotonic()
-        stem = f"{self.date.replace(':', '')}-gpu" + ("-smoke" if scale == "smoke" else "")
+        self.is_smoke = scale.endswith("smoke")
+        stem = f"{self.date.replace(':', '')}-gpu" + ("-smoke" if self.is_smoke else "")
         self.json_path = folder / f"{stem}.json"
         self.markdown_path = folder / f"{stem}.md"
         self.circumstances = {**machine(), **_device()}
@@ -59,7 +60,7 @@ class Report:
         """
         rows = table(entries)
         record = {
-            "notice": SMOKE_NOTICE if self.scale == "smoke" else None,
+            "notice": SMOKE_NOTICE if self.is_smoke else None,
             "command": self.command,
             "date": self.date,
             "seconds": round(time.monotonic() - self.begin, 1),
@@ -81,7 +82,7 @@ class Report:
             Table(header, cells, words=True),
             Items([f"{name}: {end}" for name, end in parts.items()]),
         ]
-        notice = [Text(SMOKE_NOTICE)] if self.scale == "smoke" else []
+        notice = [Text(SMOKE_NOTICE)] if self.is_smoke else []
         text = markdown([*notice, *blocks]) + "\n"
         self.markdown_path.write_text(text, encoding="utf-8")
         return text
@@ -158,8 +159,10 @@ class Measure:
     better: Better = "higher"
 
 
-def _measures(phases: Sequence[str], batch: int) -> Iterator[Measure]:
+def _measures(phases: Sequence[str], batch: int, ideal: float) -> Iterator[Measure]:
     rate, unit = "output_tokens_per_second", "tokens/s"
+    decode = "decode_tokens_per_second"
+    yield Measure("decode at 10 %, memory ample", "ample", decode, round(0.85 * ideal, 2), unit)
     yield Measure("output at 10 %, memory scarce", "scarce", rate, 3.0, unit)
     yield Measure("peak running at 10 %, memory scarce", "scarce", "peak_running", 7.0)
     yield Measure("output at 10 %, memory ample", "ample", rate, 1.3, unit)
@@ -180,7 +183,8 @@ def _engine_rows(
     title = shape if ours == "ours" else f"{shape}, decode_kernel {ours}"
     mine = {phase: entry["values"] for (arm, phase), entry in values.items() if arm == ours}
     decode = values.get((ours, "decode"), {"arguments": {"batch": 0}})
-    for measure in _measures(sorted(mine, key=len), decode["arguments"]["batch"]):
+    ideal = mine.get("ample", {}).get("ideal", 0.0)
+    for measure in _measures(sorted(mine, key=len), decode["arguments"]["batch"], ideal):
         value = mine.get(measure.phase, {}).get(measure.field)
         if value is None:
             continue
@@ -201,10 +205,10 @@ def _engine_rows(
     for phase, found in mine.items():
         if "eviction_share" in found:
             share = found["eviction_share"]
-            target = Target("<= 0.015 of prefill", share, 0.015, "lower") if has_targets else None
-            name = f"{title}: statistics, selection and copy, {phase.split()[1]} tokens"
-            seconds = _amount(found["eviction_seconds"], "s")
-            yield Row(name, seconds, target=target, note=f"{share:.2%}")
+            target = Target("<= 1.5 %", share, 0.015, "lower") if has_targets else None
+            name = f"{title}: eviction's share of prefill, {phase.split()[1]} tokens"
+            both = (_amount(found[field], "s") for field in ("eviction_seconds", "seconds"))
+            yield Row(name, f"{share:.2%}", target=target, note=" of ".join(both))
     if mine:
         evicted = {phase: int(found.get("evicted", 0)) for phase, found in mine.items()}
         counts = ", ".join(f"{phase} {number}" for phase, number in evicted.items() if number)

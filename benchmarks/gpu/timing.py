@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 _HEAD_START_CYCLES = 50_000_000
 """The device waits about 30 ms, so that the host launches ahead of it."""
@@ -48,6 +50,17 @@ def _round(function: Callable[[], Any], device: torch.device, calls: int) -> flo
     last.record()
     last.synchronize()
     return first.elapsed_time(last) / 1e3 / calls
+
+
+def launches(call: Callable[[], Any], device: torch.device) -> int:
+    """Return how many kernels and copies of the device a call starts; on a CPU, operators."""
+    on_cuda = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+    kind = DeviceType.CUDA if on_cuda else DeviceType.CPU
+    with profile(activities=[activity]) as found:
+        call()
+        synchronize(device)
+    return sum(event.device_type == kind for event in found.events() or ())
 
 
 class DeviceStopwatch:

@@ -65,6 +65,17 @@ def test_targets_are_judged_against_production() -> None:
     rows = table([scarce(PRODUCTION, 100.0, 4), scarce(OURS, 320.0, 27)])
     assert [row.target and row.target.met for row in rows] == [True, False, None]
     assert rows[0].note == "3.200 x production"
+
+    def ample(arm: dict[str, str], rate: float | None) -> dict[str, object]:
+        values = {"decode_tokens_per_second": rate, "ideal": 2.0}
+        return {**arm, "phase": "ample", "values": values, "arguments": {}}
+
+    for ours, met in ((172.0, True), (168.0, False)):
+        row, _ = table([ample(PRODUCTION, 100.0), ample(OURS, ours)])
+        assert row.target is not None
+        assert row.target.met is met  # 0.85 of what bytes allow
+    (row,) = table([ample(PRODUCTION, 100.0), ample(OURS, None)])
+    assert row.measure.endswith("requests evicted")
     # Nothing to compare with: no verdict.
     assert [row.target for row in table([scarce(OURS, 320.0, 27)])] == [None, None, None]
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu.checks import CHECKS
-from tests.conftest import has_cuda
+from tests.conftest import ROOT, has_cuda
 from tools import gpu_first_run
 from tools.gpu_first_run import PARTS, Part
 
@@ -134,17 +134,26 @@ def test_nothing_runs_after_a_needed_part_failed_and_a_rehearsal_is_no_result(
 def test_the_summary_has_figures_and_first_errors(call: Call, out: Path) -> None:
     entry = json.dumps({"figure": "decode, ms", "value": 6.5}).replace("{", "{{").replace("}", "}}")
     figure = f"open(r'{{out}}/decode.jsonl', 'a').write('''{entry}\\n{{{{\"figure\": \"cut''')"
+    names = "measure", "ours", "production", "note", "met"
+    rows = [
+        dict(zip(names, row, strict=True))
+        for row in (
+            ("scarce", "320", "100", "3.2 x production", True),
+            ("share", "1", "", "", False),
+            ("other", "1", "", "", None),
+        )
+    ]
+    table = str({"rows": rows}).replace("{", "{{").replace("}", "}}")
     bench = (
         "import json, pathlib; folder = pathlib.Path(r'{out}/bench'); folder.mkdir()\n"
-        "rows = [dict(measure='scarce', ours='320', met=True)]\n"
-        "rows += [dict(measure='other', ours='1', met=None)]\n"
-        "(folder / 'x.json').write_text(json.dumps(dict(rows=rows)))"
+        f"(folder / 'x.json').write_text(json.dumps({table}))"
     )
     parts = [python("decode", figure), python("bench", bench), python("bad", FAILS)]
     assert call(parts=parts) == 1
     summary = (out / "summary.md").read_text()
     assert re.search(r"^\| decode \| passed \| \d+ \| decode, ms: 6.5 \|$", summary, re.M), summary
-    assert "| scarce: 320, target met |" in summary
+    found = "scarce: 320 against 100, 3.2 x production, target met; share: 1, target MISSED"
+    assert f"| {found} |" in summary
     assert "| bad | **failed** |" in summary
     assert "bad (about bad):\n\n    E   assert 1 == 2" in summary
 
@@ -175,6 +184,9 @@ def test_every_check_is_a_part_and_fits_a_call() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     about = " ".join(part.about for part in PARTS)
     assert all(f"check {number}:" in about for number in range(1, 11))
+    page = (ROOT / "docs/benchmarks.md").read_text().partition("## First run on a GPU")[2]
+    told = re.findall(r"^\| ([\w-]+) \| (\d+) \|", page, re.MULTILINE)
+    assert told == [(part.name, f"{part.seconds:g}") for part in PARTS]
     gpu_first_run._parse([], PARTS)
 
 
@@ -184,7 +196,7 @@ def test_every_selection_of_tests_finds_some(out: Path) -> None:
     """The engine's parts together are their whole file, each test once."""
     tests = [part for part in PARTS if "pytest" in part.command]
     names = [part.name for part in tests]
-    assert len(names) == 9
+    assert len(names) == 8
     options = ["--rehearse", "--minutes", "60", "--out", str(out), "--only", *names]
     assert gpu_first_run.main(options) == 0
     for part in tests:
@@ -216,7 +228,7 @@ def test_without_a_gpu_the_environment_says_what_is_missing(out: Path) -> None:
         "evictions",
         *(
             pytest.param(name, marks=pytest.mark.compatibility)
-            for name in ("smoke", "defaults", "layout", "decode", "recall", "memory")
+            for name in ("smoke", "reach", "defaults", "layout", "decode", "recall", "memory")
         ),
     ],
 )

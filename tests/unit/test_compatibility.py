@@ -436,13 +436,15 @@ CHANGED = [
     ),
     on_gpu(
         "decode_kernel: stock on FlashAttention 4 yet: use decode_kernel: auto, "
-        "--attention-config.flash_attn_version 2, or leave",
+        "--attention-config.flash_attn_version 3 (on Hopper) or 2 (for models without learned "
+        "sinks), or leave",
         {"additional_config": settings(decode_kernel="stock")},
         **flash(flash_attn_version=4),
     ),
     on_gpu(
         "summaries of evicted tokens on FlashAttention 4 yet: use a method without summaries, "
-        "--attention-config.flash_attn_version 2, or leave",
+        "--attention-config.flash_attn_version 3 (on Hopper) or 2 (for models without learned "
+        "sinks), or leave",
         {"additional_config": SUMMARIES},
         **flash(flash_attn_version=4),
     ),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,6 +51,10 @@ class EvictionGPUWorker(EvictingWorker, Worker):
     replaced_backend = AttentionBackendEnum.FLASH_ATTN
     evicting_backend = "vllm_tgvkv.attention.cuda.EvictingFlashBackend"
     memory_tier = PinnedTier
+
+    # vLLM's check for waits covers its own methods. Evictions and outcomes follow them.
+    execute_model = with_gpu_sync_check(EvictingWorker.execute_model)
+    sample_tokens = with_gpu_sync_check(EvictingWorker.sample_tokens)
 
     def _make_model_runner(self) -> EvictingModelRunnerV1 | EvictingModelRunnerV2:
         runner = EvictingModelRunnerV2 if self.use_v2_model_runner else EvictingModelRunnerV1

@@ -18,7 +18,9 @@ from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 logger = init_logger("vllm.tgvkv")
 
-_OTHER_VERSION = "--attention-config.flash_attn_version 2"
+_OTHER_VERSION = (
+    "--attention-config.flash_attn_version 3 (on Hopper) or 2 (for models without learned sinks)"
+)
 
 
 def refused_with(

@@ -494,7 +494,7 @@ def observed_layers(draw: st.DrawFn, device: str = "cpu", longest: int = 40) -> 
         group=draw(st.integers(1, 3)),
         head_size=draw(st.sampled_from([4, 8, 24])),
         block_size=draw(st.sampled_from([1, 4, 16])),
-        dtype=draw(st.sampled_from(KEY_DTYPES[:2])),
+        dtype=draw(st.sampled_from(KEY_DTYPES[:3])),
         key_dtype=draw(st.sampled_from([None, *KEY_DTYPES])),
         is_transposed=draw(st.booleans()),
         extra_width=draw(st.integers(0, 3)),
@@ -525,9 +525,12 @@ def test_layers_of_several_tiles(kernels: str, per_head: bool, variant: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("dtype", "key_dtype"), zip([FP16, FP32, BF16, FP16], KEY_DTYPES, strict=True)
+    ("dtype", "key_dtype"),
+    [*zip([FP16, FP32, BF16, FP16], KEY_DTYPES, strict=True), (KEY_DTYPES[2], KEY_DTYPES[2])],
 )
-def test_quantised_keys(kernels: str, dtype: torch.dtype, key_dtype: torch.dtype) -> None:
+def test_quantised_queries_and_keys(
+    kernels: str, dtype: torch.dtype, key_dtype: torch.dtype
+) -> None:
     check_layers(
         make_layers([[50, 21]], [9, 2, 0], True, 2, 16, 16, dtype, key_dtype, device=kernels)
     )

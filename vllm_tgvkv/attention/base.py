@@ -258,7 +258,7 @@ class EvictingImpl(Generic[Rows]):
         stock, tokens = attn_metadata.stock, attn_metadata.stock_tokens
         if stock is not None:
             stock_output = output[tokens]
-            stock_query = indexable(query)[tokens].view(query.dtype)
+            stock_query = taken(query, tokens)
             attend(layer, stock_query, key, value, kv_cache, stock, stock_output, *scales)
             write_back(output, tokens, stock_output)
         if self.kv_sharing_target_layer_name is not None:
@@ -298,6 +298,13 @@ class EvictingImpl(Generic[Rows]):
 def unsplit(common: CommonAttentionMetadata) -> Split[Any]:
     """Leave all of a batch to vLLM's attention."""
     return (), (common, slice(None))
+
+
+def taken(whole: torch.Tensor, index: Tokens) -> torch.Tensor:
+    """Return `whole[index]`; fp8 is copied as bytes."""
+    if isinstance(index, torch.Tensor):
+        return indexable(whole)[index].view(whole.dtype)
+    return whole[index]
 
 
 def write_back(whole: torch.Tensor, index: Tokens, part: torch.Tensor) -> None:

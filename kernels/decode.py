@@ -140,8 +140,8 @@ def decode(
     pages are not read.
 
     On CUDA, products and sums are float32, and weights are rounded to the dtype of the values
-    (bfloat16 for fp8) before they are multiplied, as usual. Equal calls give bit-identical results. Nothing is
-    allocated and the host reads no device value, so the call works in a CUDA graph.
+    (bfloat16 for fp8) before they are multiplied, as usual. Equal calls give bit-identical results.
+    Nothing is allocated and the host reads no device value, so the call works in a CUDA graph.
 
     Args:
         query: `[R, H*G, D]`, contiguous in D; head j belongs to KV head j // G. Any float dtype or

@@ -82,7 +82,7 @@ def make_impl(
 def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> None:
     """However many layers' tables fit at once and rows a launch, after rows of other numbers.
 
-    Some layers may have learned sinks. The cache may be fp8, with scales in either of vLLM's shapes.
+    Some layers may have learned sinks. The cache may be fp8, with scales of both of vLLM's shapes.
     """
     layers, heads, size = batch.layers, batch.heads, batch.block_size
     shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)

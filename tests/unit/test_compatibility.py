@@ -481,7 +481,7 @@ CHANGED = [
     ),
     on_gpu(
         "a quantised cache (--kv-cache-dtype fp8) of a model in float32 on this platform yet: use "
-        "--dtype bfloat16, --kv-cache-dtype auto or leave",
+        "--kv-cache-dtype auto, --dtype bfloat16 or leave",
         {"model_config.dtype": torch.float32},
         model="wide",
         kv_cache_dtype="fp8",

@@ -301,17 +301,17 @@ def _cache_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
         (
             platform.has_flash_versions and not reads_cache(vllm_config, dtype),
             f"{what} on this GPU, where vLLM's FlashAttention reads none for this model",
-            f"{plain}, FlashAttention 3 on Hopper, or 4 on Blackwell for heads of at most 128 values,",
+            f"{plain}, a Hopper GPU without --attention-config.flash_attn_version",
         ),
         (
             platform.fp8_model_dtype not in (None, model_dtype),
             f"{what} of a model in {model_dtype} on this platform",
-            f"use --dtype {platform.fp8_model_dtype}, {plain.removeprefix('use ')}",
+            f"{plain}, --dtype {platform.fp8_model_dtype}",
         ),
         (
             scheme.get("strategy") == "attn_head",
             f"{what} with a scale for each head",
-            f"{plain}, serve a checkpoint with one scale for a layer's keys and one for its values,",
+            f"{plain}, serve a checkpoint with one scale for all heads of a layer",
         ),
         (
             skipped,

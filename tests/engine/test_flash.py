@@ -255,8 +255,10 @@ def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path], tmp_pa
     with engine(folder, tgv("head"), block_size=16, dtype="bfloat16") as running:
         assert_close(running, Oracle(folder), asks)
     fp8 = test_fp8.with_scales(folder, tmp_path / "fp8")
-    given = {"block_size": 16, "dtype": "bfloat16"}
-    with test_fp8.stored_oracle(folder, True) as oracle, engine(fp8, tgv("head"), **given) as running:
+    with (
+        test_fp8.stored_oracle(folder, is_flash=True) as oracle,
+        engine(fp8, tgv("head"), block_size=16, dtype="bfloat16") as running,
+    ):
         test_fp8.assert_close(running, oracle, asks)
     recall = {**test_recall.SETTINGS, "recall": test_recall.RECALL}
     with engine(folder, recall, block_size=16, dtype="bfloat16") as running:

@@ -87,8 +87,10 @@ def test_fp8_caches(
     plain = tiny_model("llava", image_size=112, head_size=64)
     folder = test_fp8.with_scales(plain, tmp_path / "fp8")
     settings = tgv("head", decode_kernel=decode_kernel)
-    given = {"enforce_eager": False, **OPTIONS}
-    with test_fp8.stored_oracle(plain, True) as oracle, engine(folder, settings, **given) as running:
+    with (
+        test_fp8.stored_oracle(plain, is_flash=True) as oracle,
+        engine(folder, settings, enforce_eager=False, **OPTIONS) as running,
+    ):
         assert_runner(running, runner)
         test_fp8.assert_close(running, oracle, requests(LLAVA_IMAGE))
 

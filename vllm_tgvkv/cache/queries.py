@@ -23,7 +23,7 @@ from vllm_tgvkv.shared.plan import NO_ROW
 class QueryPool:
     """The worker's side: the queries themselves, [L, num_rows + 1, H * G, D].
 
-    Those in fp8 are stored and returned as bytes, see `indexable`.
+    Those in fp8 are given and returned as bytes (`indexable`); `dtype` says what they are.
     """
 
     def __init__(

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def reads_cache(vllm_config: VllmConfig, dtype: str) -> bool:
     """Return whether vLLM's FlashAttention reads a quantised cache on this GPU.
 
-    True where this process sees no GPU: the worker's layers are not built if it does not.
+    True where this process sees no GPU. The worker sees it, where vLLM builds no layer for such a
+    cache that FlashAttention does not read.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import fa_utils

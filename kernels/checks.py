@@ -11,6 +11,15 @@ from torch import Tensor
 INTEGERS = (torch.int32, torch.int64)
 SMALL_INTEGERS = (*INTEGERS, torch.int16, torch.int8, torch.uint8, torch.bool)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+QUERIES = (*FLOATS, torch.float8_e4m3fn)
+
+
+def indexable(tensor: Tensor) -> Tensor:
+    """Return a tensor, or its bytes if it is fp8, for which a GPU has few of PyTorch's operations.
+
+    A view that copies and indices treat like the numbers; `view(dtype)` turns the result back.
+    """
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def check(

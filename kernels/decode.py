@@ -10,12 +10,16 @@ lengths.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.checks import FLOATS, check
+
+Descales: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""What stored queries, keys and values are multiplied by, float32 with one element each."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def decode(
     plan: DecodePlan,
     out: Tensor,
     sinks: Tensor | None = None,
+    descales: Descales | None = None,
 ) -> None:
     """Compute attention of one query token per row in one layer; rows of length 0 get zero.
 
@@ -135,11 +140,12 @@ def decode(
     pages are not read.
 
     On CUDA, products and sums are float32, and weights are rounded to the dtype of the values
-    before they are multiplied, as usual. Equal calls give bit-identical results. Nothing is
-    allocated and the host reads no device value, so the call works in a CUDA graph.
+    (bfloat16 for fp8) before they are multiplied, as usual. Equal calls give bit-identical results.
+    Nothing is allocated and the host reads no device value, so the call works in a CUDA graph.
 
     Args:
-        query: `[R, H*G, D]`, contiguous in D; head j belongs to KV head j // G.
+        query: `[R, H*G, D]`, contiguous in D; head j belongs to KV head j // G. Any float dtype or
+            float8_e4m3fn, the same for keys and values.
         keys: `[num_pages, N, D]`, logical view of the whole pool; any strides.
         values: `[num_pages, N, D]`, likewise.
         block_table: int32 `[R, W]`.
@@ -152,9 +158,10 @@ def decode(
         layer: index of the layer.
         scale: factor of the logits.
         plan: filled by `plan_decode` from the same lengths.
-        out: `[R, H*G, D]`, contiguous in D, written.
+        out: `[R, H*G, D]`, contiguous in D, any float dtype, written.
         sinks: float `[H*G]`, the logit of one more key of each query head, whose value is zero;
             it is not scaled. None for no such key.
+        descales: of a quantised cache; None for none.
 
     Raises:
         ValueError: if a shape or dtype does not fit; the message names the argument.
@@ -163,7 +170,7 @@ def decode(
     num_layers, num_rows, num_heads = lengths.shape
     fits = query.dim() == 3 and query.shape[1] > 0 and query.shape[1] % num_heads == 0
     check("query", query, (num_rows, f"{num_heads}*G", "D"), fits=fits)
-    check("out", out, query.shape)
+    check("out", out, query.shape, FLOATS)
     for name, tensor in (("query", query), ("out", out)):
         if tensor.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous in D, got strides {tensor.stride()}")
@@ -181,6 +188,8 @@ def decode(
     check("plan.partials", plan.partials, ("P", 2, group, query.shape[2] + 2))
     if sinks is not None:
         check("sinks", sinks, (num_heads * group,), FLOATS, sinks.is_contiguous())
+    for descale in descales or ():
+        check("descales", descale, descale.shape, (torch.float32,), descale.numel() == 1)
     if gpu.runs(query):
         from vllm_tgvkv.kernels.gpu import decode as triton_decode
 
@@ -198,9 +207,13 @@ def decode(
             plan,
             out,
             sinks,
+            descales,
         )
         return
-    exact = torch.promote_types(query.dtype, torch.float32)
+    exact = torch.promote_types(out.dtype, torch.float32)
+    if descales is not None:
+        scale *= descales[0].item() * descales[1].item()
+    value_scale = 1.0 if descales is None else descales[2].item()
     pairs, block_size = offsets.shape[1] - 1, keys.shape[1]
     grouped = query.unflatten(1, (num_heads, group)).to(exact)
     for row, row_lengths in enumerate(lengths[layer].tolist()):
@@ -225,7 +238,7 @@ def decode(
             if sinks is not None:
                 logits = torch.cat((logits, sinks[heads, None].to(exact)), dim=1)
             weights = logits.softmax(1)[:, :length]
-            out[row, heads] = (weights @ v).to(out.dtype)
+            out[row, heads] = (weights @ v * value_scale).to(out.dtype)
 
 
 def _check_plan(lengths: Tensor, plan: DecodePlan) -> None:

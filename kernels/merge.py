@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_tgvkv.kernels.checks import indexable
+
 WORKSPACE_BYTES = 16 << 20
 """Bound of the candidates that are merged at a time, in float32."""
 
@@ -64,13 +66,16 @@ def merge_evicted(
         source = old_blocks[candidates // block_size] * pairs + order[:, None]
         target = new_blocks[pages // pairs] * pairs + pages % pairs
         for pool in (*key_pages.split(width, dim=2), *value_pages.split(width, dim=2)):
-            tokens = pool[source, candidates % block_size].float().flatten(0, 1)  # [pairs * C, D]
+            stored = indexable(pool)
+            tokens = stored[source, candidates % block_size].view(pool.dtype)
+            tokens = tokens.float().flatten(0, 1)  # [pairs * C, D]
             # `unsafe` leaves out checks that would wait for the device.
             means = torch.segment_reduce(tokens, "mean", lengths=lengths, axis=0, unsafe=True)
             del tokens
             means = means.view(most, block_size, -1)
-            old = pool[target].float()
-            pool[target] = torch.where(is_own[:, None, None], means, old).to(pool.dtype)
+            old = stored[target].view(pool.dtype).float()
+            merged = torch.where(is_own[:, None, None], means, old).to(pool.dtype)
+            stored[target] = merged.view(stored.dtype)
 
 
 def _cluster_lengths(

@@ -21,7 +21,7 @@ from vllm_tgvkv.kernels.statistics import (
 )
 
 _FLOAT_BYTES = 4
-_EXACT_IN_BFLOAT16 = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_EXACT_IN_BFLOAT16 = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 # Logits of more rows at a time do not make the matrix product faster, but take up cache.
 _LOGITS_BYTES = 8 << 20
 
@@ -191,7 +191,7 @@ class TorchAttention(ObservedAttention):
     def _logits(self, layer: int, rows: slice, out: Tensor) -> None:
         """Write scaled, causally masked logits of `rows` to `out` [H, G, R, num_keys]."""
         flat, pool = out.flatten(1, 2), self._rows.pool
-        is_exact = self._rows.queries.dtype == torch.bfloat16 and pool.dtype in _EXACT_IN_BFLOAT16
+        is_exact = {self._rows.queries.dtype, pool.dtype} <= _EXACT_IN_BFLOAT16
         # Float32: a bf16 logit of 20 is off by up to 0.06, its probability by 6 %. The scale is
         # applied to the products, so that bf16 queries stay exact.
         queries = self._rows.queries[layer, rows].permute(1, 2, 0, 3).float().flatten(1, 2)

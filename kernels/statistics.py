@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels import gpu
-from vllm_tgvkv.kernels.checks import FLOATS, INTEGERS, check
+from vllm_tgvkv.kernels.checks import INTEGERS, QUERIES, check, indexable
 from vllm_tgvkv.kernels.diversity import mean_cosines, norms
 from vllm_tgvkv.kernels.importance import WINDOW, importance
 from vllm_tgvkv.kernels.redundancy import redundancy
@@ -251,8 +251,8 @@ class ObservedRows:
     queries: Tensor
     """`[L, O, H, G, D]`, rotated, any float dtype and strides."""
     pool: Tensor
-    """`[num_pages, N, D]`, keys of all pages, any strides. Keys in fp8 are converted as they are
-    gathered; `scale` has to include their scale."""
+    """`[num_pages, N, D]`, keys of all pages, any strides. Queries and keys in fp8 are converted as
+    they are gathered; `scale` has to include their scales."""
     tables: Tensor
     """int32 or int64 `[Q, W]` with W >= ceil(P / N), the pages of each pair's keys in order. What
     comes after a pair's last key may be garbage: entries as well as slots."""
@@ -272,7 +272,7 @@ class ObservedRows:
     has no column; -inf for none. None if no layer has sinks, which costs nothing then."""
 
     def __post_init__(self) -> None:
-        check("queries", self.queries, ("L", "O", "H", "G", "D"), FLOATS)
+        check("queries", self.queries, ("L", "O", "H", "G", "D"), QUERIES)
         layers, rows, heads, _, head_size = self.queries.shape
         check("pool", self.pool, ("num_pages", "N", head_size))
         if self.num_keys < 1:
@@ -425,7 +425,7 @@ class ObservedAttention(Attention, ABC):
         step = max(1, self._workspace_bytes // self._bytes_of_keys)
         for start in range(0, self.num_pairs, step):
             pairs = slice(start, start + step)
-            pages = pool.index_select(0, tables[pairs].flatten())
+            pages = indexable(pool).index_select(0, tables[pairs].flatten()).view(pool.dtype)
             if pages.element_size() == 1:  # fp8 has no arithmetic
                 pages = pages.to(torch.bfloat16)
             keys = pages.view(-1, width * size, self.head_size)[:, : self.num_keys]
@@ -532,7 +532,7 @@ def observe(
         queries: `[O, H, G, D]`, rotated, any float dtype.
         key_pages: `[num_blocks, H, N, D]`, the layer's logical view of the pool; any strides.
             Slots from `num_keys` on never affect a result. Keys in fp8 are converted as they are
-            gathered; `scale` has to include their scale.
+            gathered; `scale` has to include their scale, and that of queries in fp8.
         block_ids: int32 or int64 `[ceil(num_keys / N)]`, the prompt's blocks in order.
         row_positions: int64 `[O]`, ascending positions of the rows, each below `num_keys`. A
             row sees the keys up to its position.
@@ -551,7 +551,7 @@ def observe(
     Raises:
         ValueError: if a shape, dtype or number does not fit; the message names the argument.
     """
-    check("queries", queries, ("O", "H", "G", "D"), FLOATS)
+    check("queries", queries, ("O", "H", "G", "D"), QUERIES)
     num_rows, heads, _, head_size = queries.shape
     check("key_pages", key_pages, ("num_blocks", heads, "N", head_size))
     if num_keys < 1:

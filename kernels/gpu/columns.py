@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import CAPABILITIES, TYPES, Variant, launches
+from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
 from vllm_tgvkv.kernels.gpu.paged_rows import (
     SPILL_LIMIT,
     PagedRows,
@@ -24,6 +24,7 @@ from vllm_tgvkv.kernels.gpu.paged_rows import (
     load_keys,
     load_vectors,
     products,
+    served_by_vllm,
     stride_of_sets,
 )
 from vllm_tgvkv.kernels.gpu.softmax import Softmax
@@ -400,7 +401,7 @@ def _strides(weights: Tensor) -> tuple[int, int, int]:
 
 def variants() -> Iterator[Variant]:
     """Yield the kernels of Qwen3-VL-8B, and other head sizes, groups and statistics."""
-    bf16, fp16 = torch.bfloat16, torch.float16
+    bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     for dtype, head_size, group, heads, per_head, parts in (
         (bf16, 128, 4, 8, True, ("averages", "weights", "", "maxima", "counts")),
         (bf16, 128, 4, 8, False, ("averages", "weights", "", "maxima", "counts", "subset")),
@@ -413,8 +414,11 @@ def variants() -> Iterator[Variant]:
         (bf16, 256, 2, 4, False, ("averages",)),
         (bf16, 256, 8, 4, False, ("weights",)),
         (bf16, 512, 8, 2, False, ("averages",)),
+        (fp8, 128, 4, 8, True, ("averages", "weights", "maxima", "counts")),
+        (fp8, 128, 4, 8, False, ("averages entropies", "subset")),
+        (fp8, 256, 2, 4, True, ("averages",)),
     ):
-        served = CAPABILITIES if head_size <= 256 else (90,)  # by vLLM
+        served = served_by_vllm(dtype, head_size)
         rows = example(dtype, head_size, group, heads)
         sets = rows.num_pairs if per_head else rows.num_pairs // heads
         softmax = Softmax(*[rows.empty(rows.num_pairs, rows.number, group)] * 2)

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
 from vllm_tgvkv.kernels.gpu.page_tables import page_at
+from vllm_tgvkv.kernels.gpu.paged_rows import without_fp8
 
 if TYPE_CHECKING:
-    from vllm_tgvkv.kernels.decode import DecodePlan
+    from vllm_tgvkv.kernels.decode import DecodePlan, Descales
 
 _SEQUENCES_PER_TILE = 1024
 _PROGRAMS_PER_TILE = 128
@@ -109,6 +110,9 @@ def _decode_kernel(
     first,
     partials,
     sinks,
+    query_descale,
+    key_descale,
+    value_descale,
     out,
     layer,
     scale,
@@ -147,6 +151,8 @@ def _decode_kernel(
     end = _share(program + 1, num_programs, num_chunks)
     sequence = tl.load(first + layer.to(tl.int64) * num_programs + program)
     lengths += layer.to(tl.int64) * lengths_layer_stride
+    if query_descale is not None:
+        scale *= tl.load(query_descale) * tl.load(key_descale)
 
     member = tl.arange(0, GROUP_TILE)
     dim = tl.arange(0, HEAD_TILE)
@@ -165,7 +171,7 @@ def _decode_kernel(
             pair = layer * NUM_HEADS + head
             heads = head * GROUP + member
             source = query + row * query_stride + heads[:, None] * query_head_stride + dim[None, :]
-            queries = tl.load(source, mask=in_group, other=0.0)
+            queries = without_fp8(tl.load(source, mask=in_group, other=0.0))
             has_region = tl.load(num_token_blocks + region) > 0
             start = tl.load(replaced + region)
             offset = offsets + region * offsets_stride + pair
@@ -191,12 +197,15 @@ def _decode_kernel(
                 chunk_keys = tl.load(
                     keys + key_place[:, None] + dim[None, :] * key_stride, mask=is_read, other=0.0
                 )
+                chunk_keys = without_fp8(chunk_keys)
                 value_place = page * value_page_stride + slot * value_slot_stride
                 chunk_values = tl.load(
                     values + value_place[:, None] + dim[None, :] * value_stride,
                     mask=is_read,
                     other=0.0,
                 )
+                # Weights are rounded to their dtype: in fp8 they would have three bits.
+                chunk_values = without_fp8(chunk_values)
                 logits = tl.dot(queries, tl.trans(chunk_keys), input_precision="ieee") * scale
                 logits = tl.where(exists[None, :], logits, float("-inf"))
                 # Finite: a chunk of a sequence has at least one token.
@@ -219,6 +228,8 @@ def _decode_kernel(
                     # A sink far above all logits makes the sum infinite, and the mean zero.
                     sum_of_weights += tl.exp2(sink.to(tl.float32) * LOG2_E - maximum)
                 mean = weighted / sum_of_weights[:, None]
+                if value_descale is not None:
+                    mean *= tl.load(value_descale)
                 tl.store(result, mean.to(out.dtype.element_ty), mask=in_group)
             else:
                 side = tl.where(sequence_begin <= begin, 0, 1)
@@ -235,6 +246,7 @@ def _combine_kernel(
     ends,
     partials,
     sinks,
+    value_descale,
     out,
     layer,
     num_sequences,
@@ -295,8 +307,10 @@ def _combine_kernel(
                 sum_of_weights = sum_of_weights * decay + tl.sum(sums * factors, 0)
                 weighted = weighted * decay + tl.sum(parts * factors[:, None], 0)
                 maximum = new_maximum
-            result = (weighted / sum_of_weights).to(out.dtype.element_ty)
-            tl.store(out, result, mask=dim < HEAD_SIZE)
+            mean = weighted / sum_of_weights
+            if value_descale is not None:
+                mean *= tl.load(value_descale)
+            tl.store(out, mean.to(out.dtype.element_ty), mask=dim < HEAD_SIZE)
 
 
 def chunk_size(head_size: int) -> int:
@@ -390,10 +404,12 @@ def decode(
     plan: DecodePlan,
     out: Tensor,
     sinks: Tensor | None,
+    descales: Descales | None,
 ) -> None:
     """Compute one layer's attention in two launches; see `kernels.decode.decode`.
 
-    Not exact: float32 sums in an order that depends on P, and weights in the dtype of the values.
+    Not exact: float32 sums in an order that depends on P, and weights in the dtype of the values,
+    or bfloat16 if they are fp8.
     `query` and `out` must be contiguous in D; it is faster if keys and values are, too.
     """
     num_heads = lengths.shape[2]
@@ -403,7 +419,8 @@ def decode(
     shape = {"NUM_HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size}
     of_sinks = {"HAS_SINKS": sinks is not None, "LOG2_E": _LOG2_E}
     head_tile = _tile(head_size)
-    chunk_bytes = _chunk_bytes(plan.chunk, head_size, query.element_size())
+    chunk_bytes = _chunk_bytes(plan.chunk, head_size, keys.element_size())
+    query_descale, key_descale, value_descale = descales or (None, None, None)
     _decode_kernel[(num_programs,)](
         query,
         keys,
@@ -417,6 +434,9 @@ def decode(
         plan.first,
         plan.partials,
         sinks,
+        query_descale,
+        key_descale,
+        value_descale,
         out,
         layer,
         scale * _LOG2_E,
@@ -443,6 +463,7 @@ def decode(
         plan.ends,
         plan.partials,
         sinks,
+        value_descale,
         out,
         layer,
         num_sequences,
@@ -468,6 +489,9 @@ def variants() -> Iterator[Variant]:
         (torch.bfloat16, 512, 16, 2, 10, 8, False),
         (torch.bfloat16, 64, 16, 8, 18, 8, True),  # gpt-oss
         (torch.bfloat16, 128, 16, 8, 32, 4, False),
+        (torch.float8_e4m3fn, 64, 32, 2, 24, 7, False),
+        (torch.float8_e4m3fn, 128, 16, 8, 32, 4, False),
+        (torch.float8_e4m3fn, 256, 16, 1, 26, 8, False),
     ):
         empty = partial(torch.empty, dtype=torch.int32, device="meta")
         sizes = layers, 9, heads, group, head_size
@@ -476,12 +500,17 @@ def variants() -> Iterator[Variant]:
         pages = empty(99, block_size, 2 * head_size, dtype=dtype)[..., :head_size]
         state = empty(9, 1001), lengths, empty(99), empty(99), empty(99, layers * heads + 1)
         sinks = empty(heads * group, dtype=dtype) if has_sinks else None
+        out, descales = query, None
+        if dtype.itemsize == 1:
+            descale = empty((), dtype=torch.float32)
+            out, descales = query.to(torch.bfloat16), (descale, descale, descale)
         name = f"{TYPES[dtype]} D{head_size} N{block_size} G{group}{' sinks' * has_sinks}"
-        call = partial(decode, query, pages, pages, *state, 2, 0.1, plan, query, sinks)
+        call = partial(decode, query, pages, pages, *state, 2, 0.1, plan, out, sinks, descales)
         large, *others = launches(__name__, name, call)
-        # With two chunks, as on GPUs of capabilities 8.0 and 12.0, in place of three.
-        fewer = {**large.options, "num_stages": 5}
-        yield replace(large, name=f"{name} x5", options=fewer, capabilities=(80, 120))
+        if dtype.itemsize > 1:
+            # With two chunks, as on GPUs of capabilities 8.0 and 12.0, in place of three.
+            fewer = {**large.options, "num_stages": 5}
+            yield replace(large, name=f"{name} x5", options=fewer, capabilities=(80, 120))
         yield replace(large, capabilities=(90, 100))
         yield from others
     yield from launches(__name__, f"H{heads}", partial(plan_decode, lengths, plan))

@@ -12,7 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_tgvkv.kernels.gpu.compile import CAPABILITIES
 from vllm_tgvkv.kernels.statistics import ObservedRows
+
+
+@triton.jit
+def without_fp8(values):
+    """The same values, those in fp8 as bfloat16, which holds them.
+
+    Products of fp8 itself are summed with fewer bits than float32's on Hopper.
+    """
+    if values.dtype.is_fp8():
+        values = values.to(tl.bfloat16)
+    return values
 
 
 @triton.jit
@@ -22,7 +34,8 @@ def load_vectors(pointer, offsets, valid, dim_stride, HEAD_SIZE: tl.constexpr, W
     mask = valid[:, None]
     if HEAD_SIZE < WIDTH:
         mask = mask & (dims < HEAD_SIZE)[None, :]
-    return tl.load(pointer + offsets[:, None] + dims[None, :] * dim_stride, mask=mask, other=0.0)
+    places = pointer + offsets[:, None] + dims[None, :] * dim_stride
+    return without_fp8(tl.load(places, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -176,7 +189,8 @@ class Tiles:
     @staticmethod
     def for_rows(rows: PagedRows) -> Tiles:
         """Return the sizes for rows on their device."""
-        element_size = max(rows.queries.element_size(), rows.pool.element_size())
+        # Those in fp8 are multiplied as bfloat16.
+        element_size = max(2, rows.queries.element_size(), rows.pool.element_size())
         shared = shared_bytes(rows.queries.device)
         return Tiles.of(rows.head_size, rows.group_size, element_size, shared)
 
@@ -209,6 +223,13 @@ def bytes_of(subset: Tensor | None) -> Tensor | None:
 
 # A few load addresses, used once per tile, which some compilers spill for some GPUs.
 SPILL_LIMIT = 128
+
+
+def served_by_vllm(dtype: torch.dtype, head_size: int) -> tuple[int, ...]:
+    """Return the capabilities of GPUs on which vLLM's FlashAttention reads such a cache."""
+    if head_size > 256:
+        return (90,)
+    return CAPABILITIES if dtype.itemsize > 1 else (90, 100)
 
 
 def example(dtype: torch.dtype, head_size: int, group: int, heads: int) -> PagedRows:

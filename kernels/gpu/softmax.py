@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_tgvkv.kernels.gpu.compile import CAPABILITIES, TYPES, Variant, launches
+from vllm_tgvkv.kernels.gpu.compile import TYPES, Variant, launches
 from vllm_tgvkv.kernels.gpu.paged_rows import (
     SPILL_LIMIT,
     PagedRows,
@@ -25,6 +25,7 @@ from vllm_tgvkv.kernels.gpu.paged_rows import (
     load_keys,
     load_vectors,
     products,
+    served_by_vllm,
     stride_of_sets,
 )
 from vllm_tgvkv.kernels.statistics import Scratch
@@ -258,8 +259,10 @@ def variants() -> Iterator[Variant]:
         (torch.float16, 64, 7, 4, True),
         (torch.bfloat16, 256, 2, 4, False),
         (torch.bfloat16, 512, 8, 2, False),
+        (torch.float8_e4m3fn, 128, 4, 8, True),
+        (torch.float8_e4m3fn, 256, 2, 4, False),
     ):
-        served = CAPABILITIES if head_size <= 256 else (90,)  # by vLLM
+        served = served_by_vllm(dtype, head_size)
         rows = example(dtype, head_size, group, heads)
         subset = rows.empty(1, rows.num_keys, dtype=torch.bool) if has_subset else None
         name = f"{TYPES[dtype]} D{head_size} G{group}{' subset' * has_subset}"

@@ -97,10 +97,14 @@ def attend(
     return_softmax_lse: bool = False,
     window_size: Sequence[int] | None = None,
     s_aux: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     **ignored: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` over a paged cache [pages, N, heads, D]; `s_aux` are sinks.
 
+    Queries, keys and values in fp8 are multiplied by scales [rows, heads], see `flash_api.cpp`.
     What is returned for queries without keys is undefined.
     """
     assert causal
@@ -108,6 +112,14 @@ def attend(
     before, after = window_size or (-1, -1)
     assert after in (-1, 0)
     starts = cu_seqlens_q.tolist()
+    descales = (q_descale, k_descale, v_descale)
+    is_fp8 = k.dtype.itemsize == 1
+    if is_fp8:
+        assert q.dtype == k.dtype == v.dtype == torch.float8_e4m3fn
+        for descale in descales:
+            assert descale is not None
+            assert descale.dtype == torch.float32
+            assert descale.shape == (len(seqused_k), k.shape[2])
     for row, num_keys in enumerate(seqused_k.tolist()):
         first, end = starts[row], starts[row + 1]
         assert end - first <= max_seqlen_q
@@ -122,8 +134,13 @@ def attend(
         pages = block_table[row, : -(-num_keys // k.shape[1])].long()
         keys, values = (pool[pages].flatten(0, 1)[hidden:num_keys].float() for pool in (k, v))
         group = q.shape[1] // k.shape[2]
+        queries = q[first:end].float()
+        if is_fp8:
+            of_query, of_keys, of_values = (x[row, :, None] for x in descales if x is not None)
+            keys, values = keys * of_keys, values * of_values
+            queries = queries * of_query.repeat_interleave(group, 0)
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-        logits = torch.einsum("qhd,khd->hqk", q[first:end].float(), keys) * softmax_scale
+        logits = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
         last = torch.arange(num_keys - (end - first), num_keys)
         distance = last[:, None] - torch.arange(hidden, num_keys)
         outside = (distance < 0) | (distance > before if before >= 0 else False)
@@ -143,14 +160,21 @@ def write_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    *ignored: Any,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
 ) -> None:
     """`reshape_and_cache_flash` into a cache [blocks, N, heads, D]."""
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     blocks, places = slots // key_cache.shape[1], slots % key_cache.shape[1]
-    key_cache[blocks, places] = key[: len(slot_mapping)][written]
-    value_cache[blocks, places] = value[: len(slot_mapping)][written]
+    for cache, tokens, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+        stored = tokens[: len(slot_mapping)][written]
+        if kv_cache_dtype.startswith("fp8"):
+            most = torch.finfo(torch.float8_e4m3fn).max
+            stored = (stored.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn)
+            stored = stored.view(torch.uint8)
+        cache[blocks, places] = stored
 
 
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +183,9 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", write_cache, raising=False)
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
+    monkeypatch.setattr(
+        flash_attn, "flash_attn_supports_kv_cache_dtype", lambda *args, **kwargs: True
+    )
     # It schedules stock attention's work, which `attend` does not need.
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", lambda **ignored: None, raising=False)
 
@@ -174,7 +201,7 @@ def pretend(
 def use_worker(monkeypatch: pytest.MonkeyPatch, worker_cls: str) -> None:
     """Make engines with eviction start this worker, with what the platform CUDA can do."""
     cuda = replace(platforms.CUDA, worker_cls=worker_cls, attention_backend="CPU_ATTN")
-    host = {"skips_hidden_keys": True, "cache_is_on_host": True}
+    host = {"skips_hidden_keys": True, "cache_is_on_host": True, "fp8_model_dtype": None}
     platform = replace(cuda, has_other_backends=False, **host)
     monkeypatch.setattr(platforms, "CPU", platform)
 

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 
 from oracle.emulation import Oracle
-from tests.engine import flash_on_cpu, test_recall
+from tests.engine import flash_on_cpu, test_fp8, test_recall
 from tests.engine.questions import MIXES, album, budget, ladder, tgv
 from tests.engine.running import Ask, SteppedEngine, assert_agrees, assert_close, engine
 from tests.engine.test_cuts import LATER, Case, step_xargs
@@ -248,12 +248,18 @@ def test_recall_scheduled_ahead(
 
 
 @pytest.mark.nightly
-def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path]) -> None:
+def test_bfloat16_is_close_to_the_oracle(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """The comparison that `tests/gpu/test_engine.py` makes on a GPU."""
     folder = tiny_model("llava", image_size=112, head_size=64)
     asks = [replace(ask, logprobs=1) for ask in ladder()]
     with engine(folder, tgv("head"), block_size=16, dtype="bfloat16") as running:
         assert_close(running, Oracle(folder), asks)
+    fp8 = test_fp8.with_scales(folder, tmp_path / "fp8")
+    with (
+        test_fp8.stored_oracle(folder, is_flash=True) as oracle,
+        engine(fp8, tgv("head"), block_size=16, dtype="bfloat16") as running,
+    ):
+        test_fp8.assert_close(running, oracle, asks)
     recall = {**test_recall.SETTINGS, "recall": test_recall.RECALL}
     with engine(folder, recall, block_size=16, dtype="bfloat16") as running:
         test_recall.assert_close(running, Oracle(folder))

@@ -66,11 +66,16 @@ class Scene:
         shape = (len(self.rows), self.num_heads * self.group_size, self.head_size)
         self.query = torch.randn(shape).to(self.dtype)
         self.scale = 1.3 / math.sqrt(self.head_size)
-        self.sinks = random_sinks(shape[1]).to(self.dtype) if self.has_sinks else None
+        self.out_dtype, self.descales = self.dtype, None
+        if self.dtype.itemsize == 1:
+            self.out_dtype = torch.bfloat16
+            self.descales = torch.rand(3).add(0.5).unbind()
+        self.sinks = random_sinks(shape[1]).to(self.out_dtype) if self.has_sinks else None
 
     def expected(self, layer: int) -> Tensor:
         """Return attention by its definition, float64."""
         out = torch.zeros(self.query.shape, dtype=torch.float64)
+        of_query, of_keys, of_values = map(float, self.descales or (1, 1, 1))
         for b in range(len(self.rows)):
             for j in range(out.shape[1]):
                 head = j // self.group_size
@@ -79,10 +84,11 @@ class Scene:
                     pages = self.pool[self.pages[layer][b][head]].double()
                     slots = pages.flatten(0, 1)[:length]
                     k, v = slots.chunk(2, dim=1)
-                    logits = k @ self.query[b, j].double() * self.scale
+                    query = self.query[b, j].double() * of_query
+                    logits = k * of_keys @ query * self.scale
                     if self.sinks is not None:
                         logits = torch.cat((logits, self.sinks[j : j + 1].double()))
-                    out[b, j] = logits.softmax(0)[:length] @ v
+                    out[b, j] = logits.softmax(0)[:length] @ v * of_values
         return out
 
     def plan(self, num_programs: int, chunk: int, device: str = "cpu") -> DecodePlan:
@@ -108,17 +114,18 @@ class Scene:
         plan_decode(lengths, plan)
         outs = []
         for layer in range(self.num_layers):
-            out = torch.full(self.query.shape, NAN, dtype=self.dtype, device=device)
+            out = torch.full(self.query.shape, NAN, dtype=self.out_dtype, device=device)
             # vLLM's queries may be a slice of a fused projection.
             query = torch.cat((self.query, self.query), dim=1).to(device)[:, : len(out[0])]
             sinks = None if self.sinks is None else self.sinks.to(device)
-            rest = (layer, self.scale, plan, out, sinks)
+            descales = self.descales and tuple(x.to(device) for x in self.descales)
+            rest = (layer, self.scale, plan, out, sinks, descales)
             decode(query, keys, values, table, lengths, *regions, *rest)
             outs.append(out.cpu())
         return outs
 
     def check(self, outs: Sequence[Tensor], tolerance: float | None = None) -> None:
-        tolerance = tolerance or TOLERANCE[self.dtype]
+        tolerance = tolerance or TOLERANCE[self.out_dtype]
         for layer, out in enumerate(outs):
             expected = self.expected(layer)
             torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
@@ -216,7 +223,7 @@ def test_the_same_call_gives_the_same_bits(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(outs, again, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("group_size", "head_size", "block_size"),
     [(4, 128, 16), (7, 80, 48), (1, 64, 32), (16, 96, 16)],
@@ -227,6 +234,8 @@ def test_formats(
     rows = [Row(2 * block_size + 1), Row(5 * block_size, 1, 3, (2, 0)), Row(0)]
     scene = Scene(1, 2, rows, group_size, head_size, block_size, dtype, has_sinks=group_size > 1)
     scene.check(scene.run(device, 3, 64))
+    with pytorch_on_cpu():
+        scene.check(scene.run("cpu", 3, 64))
 
 
 def test_transposed_pages_and_large_logits(device: str) -> None:
@@ -263,6 +272,7 @@ def test_buffers_serve_fewer_rows(device: str) -> None:
         ("H100, H200", 233472, 128, 2, (2, 3)),
         ("H100, H200", 233472, 64, 2, (2, 3)),
         ("H100, H200", 233472, 128, 4, (1, 3)),
+        ("H100, H200", 233472, 128, 1, (2, 4)),
         ("A100", 167936, 256, 2, (2, 2)),
         ("L40", 102400, 80, 2, (1, 2)),
         ("too small", 65536, 128, 4, (1, 1)),
@@ -294,6 +304,7 @@ def test_wrong_arguments_are_named() -> None:
         "layer": 2,
         "out": out[1:],
         "sinks": torch.zeros(5),
+        "descales": (torch.ones(()), torch.ones(2), torch.ones(())),
     }
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"^{name} "):

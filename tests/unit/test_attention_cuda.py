@@ -31,11 +31,12 @@ from vllm_tgvkv.attention.cuda import (
     FlashKernel,
     RaggedTokens,
 )
-from vllm_tgvkv.cache.pages import CacheShape, PagePool
+from vllm_tgvkv.cache.pages import FP8, CacheShape, PagePool
 from vllm_tgvkv.cache.queries import DecodeQueries, QueryPool
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import page_tables
+from vllm_tgvkv.kernels.checks import indexable
 from vllm_tgvkv.kernels.decode import DecodePlan, decode
 from vllm_tgvkv.shared.plan import Observation, StepPlan
 from vllm_tgvkv.summaries import blocks as summary_blocks
@@ -49,13 +50,15 @@ SHAPE = CacheShape(num_layers=36, num_heads=8, group_size=4, head_size=128, bloc
 """Qwen3-VL-8B's."""
 
 
-def make_pool(shape: CacheShape, num_blocks: int, device: str) -> PagePool:
-    """A pool of random numbers, float32."""
+def make_pool(shape: CacheShape, num_blocks: int, device: str, is_fp8: bool = False) -> PagePool:
+    """A pool of random numbers, float32 or fp8."""
     page = 2 * shape.block_size * shape.head_size
     raw = torch.randn(num_blocks * shape.num_pairs, page, device=device)
+    if is_fp8:
+        raw = raw.to(FP8["fp8"])
     pages = raw.view(-1, shape.block_size, 2 * shape.head_size)
     keys, values = pages.split(shape.head_size, dim=2)
-    return PagePool(raw, keys, values, shape)
+    return PagePool(indexable(raw), keys, values, shape)
 
 
 def make_impl(
@@ -65,7 +68,9 @@ def make_impl(
     impl = EvictingFlashImpl.__new__(EvictingFlashImpl)
     impl.kv_sharing_target_layer_name = None
     fields = {"scale": 0.3, "head_size": pool.shape.head_size, "vllm_flash_attn_version": version}
-    impl.__dict__.update(fields, kv_cache_dtype="auto", sinks=sinks)
+    cache_dtype = "fp8" if pool.raw.dtype == torch.uint8 else "auto"
+    impl.__dict__.update(fields, kv_cache_dtype=cache_dtype, sinks=sinks)
+    impl.supports_quant_query_input = True
     impl.bind(layer, pool)
     return impl
 
@@ -77,14 +82,17 @@ def make_impl(
 def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> None:
     """However many layers' tables fit at once and rows a launch, after rows of other numbers.
 
-    Some layers may have learned sinks.
+    Some layers may have learned sinks. The cache may be fp8, with scales of both of vLLM's shapes.
     """
     layers, heads, size = batch.layers, batch.heads, batch.block_size
     shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)
     table, seq_lens, *state = batch.pooled
     state_of = Regions(NUM_BLOCKS, shape, torch.device("cpu"))
     state_of.num_token_blocks, state_of.num_replaced, state_of.offsets = state
-    pool = make_pool(shape, NUM_BLOCKS, "cpu")
+    is_fp8 = data.draw(st.booleans())
+    pool = make_pool(shape, NUM_BLOCKS, "cpu", is_fp8)
+    of_query, of_keys, of_values = descales = torch.rand(1), torch.rand(()), torch.rand(1)
+    scales: Any = SimpleNamespace(_q_scale=of_query, _k_scale=of_keys, _v_scale=of_values)
     num_rows, max_rows = len(table), len(table) + data.draw(st.integers(0, 3))
     of_layer = 4 * max_rows * heads * batch.width
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -112,12 +120,14 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
             )
             outputs = []
             for layer in range(layers):
-                outputs.append(torch.full_like(query, float("nan")))
+                outputs.append(torch.full(query.shape, float("nan")))
                 impl = make_impl(layer, pool, sinks=sinks[layer])
-                impl.attend_ragged(rows, None, query, outputs[-1])
+                impl.attend_ragged(rows, scales, query, outputs[-1])
             return [output[first:end] for output in outputs]
 
         query = torch.randn(num_rows, heads * 2, 4)
+        if is_fp8:
+            query = query.to(FP8["fp8"])
         sinks = [
             random_sinks(heads * 2) if data.draw(st.booleans()) else None for _ in range(layers)
         ]
@@ -126,11 +136,12 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
     lengths = torch.empty(layers, num_rows, heads, dtype=torch.int32)
     page_tables.write_lengths(*batch.pooled, size, lengths)
     plan = DecodePlan.allocate(layers, num_rows, heads, 2, 4, 16, 1, "cpu")
+    of_query, of_keys, of_values = descales if is_fp8 else torch.ones(3)
     for layer, output in enumerate(outputs):
-        expected = torch.full_like(query, float("nan"), dtype=torch.float64)
-        pages = (pool.keys.double(), pool.values.double())
+        expected = torch.full(query.shape, float("nan"), dtype=torch.float64)
+        pages = (pool.keys.double() * of_keys, pool.values.double() * of_values)
         given = (table, lengths, *state, layer, 0.3, plan, expected, sinks[layer])
-        decode(query.double(), *pages, *given)
+        decode(query.double() * of_query, *pages, *given)
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -66,6 +66,7 @@ FULL = {"layer_types": ["full_attention"] * 2}
 FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 FP8_CHECKPOINT = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
 FP8_CHECKPOINT |= {"ignore": [], "kv_cache_scheme": FP8_SCHEME}
+FP8_OF_HEADS = {**FP8_CHECKPOINT, "kv_cache_scheme": {**FP8_SCHEME, "strategy": "attn_head"}}
 GEMMA_4 = {
     "head_dim": 16,
     "num_global_key_value_heads": 1,
@@ -97,8 +98,15 @@ def sliding(layers: int, **fields: Any) -> tuple[str, dict[str, Any]]:
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": text("LlamaForCausalLM"),
     "wide": text("LlamaForCausalLM", head_dim=32, dtype="bfloat16"),
+    **{
+        f"wide: {size}": text("LlamaForCausalLM", head_dim=size, dtype="bfloat16")
+        for size in (256, 512)
+    },
     "fp8": text(
         "LlamaForCausalLM", head_dim=32, dtype="bfloat16", quantization_config=FP8_CHECKPOINT
+    ),
+    "fp8 of heads": text(
+        "LlamaForCausalLM", head_dim=32, dtype="bfloat16", quantization_config=FP8_OF_HEADS
     ),
     "indexer": text("LlamaForCausalLM", index_n_heads=4),
     "sparse": text("LlamaForCausalLM", sparse_attention_config={"sparse_block_size": 128}),
@@ -292,6 +300,11 @@ REFUSED = [
     case(
         "in blocks of 16 tokens ... --block-size that is a multiple of 32", "wide", **BLOCKS_OF_16
     ),
+    case(
+        "a quantised cache (--kv-cache-dtype fp8) with a scale for each head yet: use "
+        "--kv-cache-dtype bfloat16, serve",  # `auto` is no way out
+        "fp8 of heads",
+    ),
     case("that have another ... remove --kv-cache-dtype-skip-layers", "wide", **SKIPPING),
     *(
         case(
@@ -358,7 +371,6 @@ def on_gpu(said: str, fields: Any = None, **options: Any) -> Any:
 PARALLEL = "parallel_config."
 TENSOR, PIPELINE = f"{PARALLEL}tensor_parallel_size", f"{PARALLEL}pipeline_parallel_size"
 EXECUTOR = f"{PARALLEL}distributed_executor_backend"
-FP8 = "a quantised cache (--kv-cache-dtype fp8 ... ) on this platform yet: use ... bfloat16"
 CHANGED = [
     changed("a model that writes by diffusion", {"model_config.hf_config.canvas_length": 64}),
     changed("microbatches", {f"{PARALLEL}enable_dbo": True}),
@@ -464,8 +476,18 @@ CHANGED = [
         model="windows",
         eviction=settings(debug={"poison": True}),
     ),
-    *(on_gpu(FP8, model="wide", kv_cache_dtype=dtype) for dtype in ("fp8", "fp8_e5m2")),
-    on_gpu(FP8, model="fp8", kv_cache_dtype="auto"),  # `auto` is no way out
+    on_gpu(
+        "a quantised cache (--kv-cache-dtype fp8_e5m2) yet: use ... auto or one of fp8, fp8_e4m3",
+        model="wide",
+        kv_cache_dtype="fp8_e5m2",
+    ),
+    on_gpu(
+        "a quantised cache (--kv-cache-dtype fp8) of a model in float32 on this platform yet: use "
+        "--kv-cache-dtype auto, --dtype bfloat16 or leave",
+        {"model_config.dtype": torch.float32},
+        model="wide",
+        kv_cache_dtype="fp8",
+    ),
     on_gpu(
         "summaries of evicted tokens with decode_kernel: triton yet: use the setting",
         {"additional_config": settings(policy="retentivekv", decode_kernel="triton")},
@@ -677,6 +699,12 @@ def test_windows_and_shared_caches_are_for_models_that_list_windows(may_slide: b
         check_layer(SimpleNamespace(**plain | {"logits_soft_cap": 30.0}), may_slide)
 
 
+FP8 = {"cache_dtype": "fp8"}
+READS_NONE = (
+    "a quantised cache (--kv-cache-dtype fp8) on this GPU, where ... reads none ... use ..."
+)
+
+
 @pytest.mark.parametrize(
     ("capability", "model", "options", "kernel"),
     [
@@ -693,6 +721,18 @@ def test_windows_and_shared_caches_are_for_models_that_list_windows(may_slide: b
         ((10, 0), "heads of 512", {}, "heads of 512 values"),
         ((12, 0), "plain", {}, "stock"),
         ((12, 0), "heads of 512", {}, "heads of 512 values"),
+        *(
+            (where, "wide", FP8, kernel)
+            for where, kernel in (((9, 0), "stock"), ((10, 0), "triton"))
+        ),
+        *((where, "wide", FP8, READS_NONE) for where in ((8, 9), (12, 0))),
+        *(
+            (where, "wide", {**FP8, "flash_attn_version": other}, READS_NONE)
+            for where, other in (((9, 0), 4), ((10, 0), 2))
+        ),
+        ((9, 0), "wide: 256", FP8, "stock"),
+        ((10, 0), "wide: 256", FP8, READS_NONE),
+        ((9, 0), "wide: 512", FP8, "a quantised cache ... of heads of 512 values"),
     ],
 )
 def test_the_decode_kernel_follows_vllms_choice_of_flash_attention(
@@ -700,17 +740,22 @@ def test_the_decode_kernel_follows_vllms_choice_of_flash_attention(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     model: str,
-    options: dict[str, int],
+    options: dict[str, Any],
     kernel: str,
 ) -> None:
     """By vLLM's own rules, on a GPU that is pretended: before loading and once a layer is built."""
     blocks = {"block_size": options["block_size"]} if "block_size" in options else {}
     config = configure(folder(model), **blocks)
+    if "cache_dtype" in options:
+        config.cache_config.cache_dtype = options["cache_dtype"]
+        config.model_config.dtype = torch.bfloat16
     config.model_config.model_arch_config.is_mm_prefix_lm = False
     config.attention_config.backend = None
     config.attention_config.flash_attn_version = options.get("flash_attn_version")
     monkeypatch.setattr(
-        type(current_platform), "get_device_capability", lambda *_: DeviceCapability(*capability)
+        type(current_platform),
+        "get_device_capability",
+        lambda *_, **__: DeviceCapability(*capability),
     )
     # As built for every GPU: 3 for Hopper, 4 for Hopper and Blackwell's servers.
     built = {2: range(8, 13), 3: (9,), 4: (9, 10, 11)}

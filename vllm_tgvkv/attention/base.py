@@ -40,6 +40,7 @@ from vllm_tgvkv.cache.pages import PagePool
 from vllm_tgvkv.cache.queries import StoredQueries
 from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.gates.tap import Tap
+from vllm_tgvkv.kernels.checks import indexable
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 from vllm_tgvkv.shared.layer_types import has_windows
 
@@ -188,6 +189,8 @@ class EvictingImpl(Generic[Rows]):
     kv_cache_dtype: str
     kv_sharing_target_layer_name: str | None
     scale: float
+    supports_quant_query_input: bool
+    """Whether it takes queries of a quantised cache in fp8 as well, divided by their scale."""
     sinks: torch.Tensor | None
     """Learned logit of one more key of each query head, whose value is zero, [H * G]."""
 
@@ -255,10 +258,12 @@ class EvictingImpl(Generic[Rows]):
         stock, tokens = attn_metadata.stock, attn_metadata.stock_tokens
         if stock is not None:
             stock_output = output[tokens]
-            attend(layer, query[tokens], key, value, kv_cache, stock, stock_output, *scales)
+            stock_query = taken(query, tokens)
+            attend(layer, stock_query, key, value, kv_cache, stock, stock_output, *scales)
             write_back(output, tokens, stock_output)
         if self.kv_sharing_target_layer_name is not None:
             return output  # the owner of the cache votes on it
+        query = indexable(query)
         if attn_metadata.stored_queries is not None:
             attn_metadata.stored_queries.store(self.layer, query)
         if attn_metadata.observer is not None:
@@ -266,10 +271,19 @@ class EvictingImpl(Generic[Rows]):
         return output
 
     def product_scale(self, layer: AttentionLayer) -> float:
-        """Return the factor of products of queries and keys as they are stored."""
-        # The cache holds quantised keys divided by their scale.
-        is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
-        return self.scale * layer._k_scale_float if is_quantized else self.scale
+        """Return the factor of products of queries and keys as attention gets them."""
+        scale = self.scale
+        # Quantised numbers are divided by their scale.
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            scale *= layer._k_scale_float
+        if self.has_fp8_queries:
+            scale *= layer._q_scale_float
+        return scale
+
+    @property
+    def has_fp8_queries(self) -> bool:
+        """Whether queries come in the format of a quantised cache, with a scale of their own."""
+        return self.supports_quant_query_input and is_quantized_kv_cache(self.kv_cache_dtype)
 
     def attend_ragged(
         self, rows: Rows, layer: AttentionLayer, query: torch.Tensor, output: torch.Tensor
@@ -284,6 +298,13 @@ class EvictingImpl(Generic[Rows]):
 def unsplit(common: CommonAttentionMetadata) -> Split[Any]:
     """Leave all of a batch to vLLM's attention."""
     return (), (common, slice(None))
+
+
+def taken(whole: torch.Tensor, index: Tokens) -> torch.Tensor:
+    """Return `whole[index]`; fp8 is copied as bytes."""
+    if isinstance(index, torch.Tensor):
+        return indexable(whole)[index].view(whole.dtype)
+    return whole[index]
 
 
 def write_back(whole: torch.Tensor, index: Tokens, part: torch.Tensor) -> None:

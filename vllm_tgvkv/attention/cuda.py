@@ -42,7 +42,7 @@ from vllm_tgvkv.attention.base import (
 from vllm_tgvkv.attention.observer import Observer
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.regions import Regions
-from vllm_tgvkv.kernels.decode import DecodePlan, decode, plan_decode
+from vllm_tgvkv.kernels.decode import DecodePlan, Descales, decode, plan_decode
 from vllm_tgvkv.kernels.sinks import apply_sinks
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 
@@ -56,6 +56,9 @@ sequences, and in larger ones none (`PREPARE_VARLEN_MAX_BATCHES_1CTA` in its `fl
 _KEYS_PER_LAUNCH = 1024
 """The keys that one thread block reads while one more slice of a batch is launched. Estimated: 3
 launches of 2 us (schedule, attention, sum of splits), and 8192 keys in 50 us."""
+
+_DESCALES = ("q_descale", "k_descale", "v_descale")
+"""FlashAttention's arguments for `Descales`, float32 [sequences, KV heads] each."""
 
 _REPLAY_ROWS = 128
 """Most ragged rows at once of a request that computes several tokens, which is rare (see below)."""
@@ -110,11 +113,16 @@ class RaggedKernel:
         self._lengths = torch.zeros(size, dtype=torch.int32, device=self.device)
 
     def attend(
-        self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
+        self,
+        impl: EvictingFlashImpl,
+        rows: RaggedTokens,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        descales: Descales | None,
     ) -> None:
         """Attend to the pages of the layer of `impl`; to be called layer by layer.
 
-        `query` and `output` are [R, H * G, D].
+        `query` and `output` are [R, H * G, D]. `descales` are the layer's, if its cache is fp8.
         """
         raise NotImplementedError
 
@@ -157,7 +165,12 @@ class FlashKernel(RaggedKernel):
         return max(of_row, min(shape.num_layers * max_rows * of_row, _TABLE_BYTES // 4))
 
     def attend(
-        self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
+        self,
+        impl: EvictingFlashImpl,
+        rows: RaggedTokens,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        descales: Descales | None,
     ) -> None:
         layer, shape = impl.layer, self.shape
         if rows.fills_at(layer):
@@ -172,6 +185,10 @@ class FlashKernel(RaggedKernel):
             _slices(inputs, size * shape.num_heads), self._tables(rows, layer, size), strict=True
         )
         for number, ((q, out, lengths), table) in enumerate(parts):
+            of_fp8 = {}
+            if descales is not None:  # of every sequence and its KV head
+                each = (descale.expand(len(lengths), 1) for descale in descales)
+                of_fp8 = dict(zip(_DESCALES, each, strict=True))
             found = flash_attn.flash_attn_varlen_func(
                 q=q,
                 k=impl.key_pages,
@@ -187,6 +204,7 @@ class FlashKernel(RaggedKernel):
                 fa_version=impl.vllm_flash_attn_version,
                 num_splits=rows.num_splits,
                 return_softmax_lse=self._summaries.are_used or impl.sinks is not None,
+                **of_fp8,
             )
             if impl.sinks is not None:
                 # They differ between KV heads. FlashAttention, to which all virtual sequences have
@@ -249,7 +267,12 @@ class TritonKernel(RaggedKernel):
         )
 
     def attend(
-        self, impl: EvictingFlashImpl, rows: RaggedTokens, query: torch.Tensor, output: torch.Tensor
+        self,
+        impl: EvictingFlashImpl,
+        rows: RaggedTokens,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        descales: Descales | None,
     ) -> None:
         if rows.fills_at(impl.layer):
             self._current_lengths = self._write_lengths(rows)
@@ -267,6 +290,7 @@ class TritonKernel(RaggedKernel):
             self._current_plan,
             output,
             impl.sinks,
+            descales,
         )
 
 
@@ -320,8 +344,9 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
             takes_turns=False,
         )
         size = 1, shape.num_heads * shape.group_size, shape.head_size
-        query = torch.zeros(size, dtype=self.vllm_config.model_config.dtype, device=device)
-        layer.impl.attend_ragged(rows, layer, query, torch.empty_like(query))
+        output = torch.empty(size, dtype=self.vllm_config.model_config.dtype, device=device)
+        query = torch.zeros(size, dtype=self.observer.query_dtype, device=device)
+        layer.impl.attend_ragged(rows, layer, query, output)
 
     def split(self, common: CommonAttentionMetadata) -> Split[RaggedTokens]:
         """Split off all decode tokens, and every token of compressed requests with several.
@@ -423,13 +448,18 @@ class EvictingFlashImpl(EvictingImpl[RaggedTokens], FlashAttentionImpl):
 
     def kernel_pages(self, pool: PagePool) -> Sequence[torch.Tensor]:
         # One head, whose stride is one that the tensor memory accelerator accepts.
-        pages = pool.raw.view(-1, pool.shape.block_size, 1, 2 * self.head_size)
+        pages = pool.raw.view(pool.keys.dtype)
+        pages = pages.view(-1, pool.shape.block_size, 1, 2 * self.head_size)
         return pages.split(self.head_size, dim=-1)
 
     def attend_ragged(
         self, rows: RaggedTokens, layer: AttentionLayer, query: torch.Tensor, output: torch.Tensor
     ) -> None:
-        rows.kernel.attend(self, rows, query[rows.tokens], output[rows.tokens])
+        descales = None
+        if self.has_fp8_queries:
+            # Tensors, as graphs need them: weights may be loaded again.
+            descales = layer._q_scale, layer._k_scale, layer._v_scale
+        rows.kernel.attend(self, rows, query[rows.tokens], output[rows.tokens], descales)
 
 
 class EvictingFlashBackend(EvictingBackend, FlashAttentionBackend):

@@ -25,6 +25,9 @@ class Observer(Protocol):
     decode_kernel: Literal["auto", "stock", "triton"]
     """The kernel that ragged rows are decoded with; the worker replaces `auto`."""
 
+    query_dtype: torch.dtype
+    """Of the queries that attention gets."""
+
     def record_decodes(self, max_tokens: int) -> None:
         """Store the queries of steps of single tokens through `stored_queries` from now on.
 
@@ -55,6 +58,6 @@ class Observer(Protocol):
 
         Args:
             layer: index among this worker's layers.
-            queries: [tokens, H * G, D], rotated, of the whole batch.
-            scale: factor of the products of queries and keys as they are stored.
+            queries: [tokens, H * G, D], rotated, of the whole batch; bytes if they are fp8.
+            scale: factor of the products of queries and keys, as both are given.
         """

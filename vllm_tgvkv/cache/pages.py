@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_tgvkv.kernels.checks import indexable
+
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Element types of a quantised cache, by vLLM's `--kv-cache-dtype`.
 
@@ -64,8 +66,9 @@ class PagePool:
 
     def fill(self, blocks: Sequence[int], value: float) -> None:
         """Fill blocks with a value; vLLM's CPU kernel reads the NaN of e4m3 as 240."""
-        view = self.raw.view(self.keys.dtype).view(self.num_blocks, -1)
-        view[async_tensor_h2d(list(blocks), view.device)] = value
+        view = self.raw.view(self.num_blocks, -1)
+        stored = indexable(torch.tensor(value, dtype=self.keys.dtype)).item()
+        view[async_tensor_h2d(list(blocks), view.device)] = stored
 
 
 def page_pool(

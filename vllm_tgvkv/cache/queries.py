@@ -16,18 +16,23 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_tgvkv.cache.pages import CacheShape
+from vllm_tgvkv.kernels.checks import indexable
 from vllm_tgvkv.shared.plan import NO_ROW
 
 
 class QueryPool:
-    """The worker's side: the queries themselves, [L, num_rows + 1, H * G, D]."""
+    """The worker's side: the queries themselves, [L, num_rows + 1, H * G, D].
+
+    Those in fp8 are given and returned as bytes (`indexable`); `dtype` says what they are.
+    """
 
     def __init__(
         self, num_rows: int, shape: CacheShape, dtype: torch.dtype, device: torch.device
     ) -> None:
         num_heads = shape.num_heads * shape.group_size
         size = (shape.num_layers, num_rows + 1, num_heads, shape.head_size)
-        self._queries = torch.empty(size, dtype=dtype, device=device)
+        self.dtype = dtype
+        self._queries = indexable(torch.empty(size, dtype=dtype, device=device))
         self._layers = self._queries.unbind()
 
     def store(self, layer: int, rows: torch.Tensor, queries: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_tgvkv.config.server import EvictionConfig, config_of
-from vllm_tgvkv.engine.flash_versions import flash_version
+from vllm_tgvkv.engine.flash_versions import flash_version, reads_cache
 from vllm_tgvkv.engine.platforms import CPU, Platform, eviction_platform
 from vllm_tgvkv.shared.connector import CONNECTORS
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
@@ -244,9 +244,9 @@ def _mixed_refusals(
             "remove --speculative-config",
         ),
         (
-            cache.cache_dtype not in _PLAIN_CACHES,
-            f"a quantised cache (--kv-cache-dtype {cache.cache_dtype}) of {what}",
-            "use --kv-cache-dtype auto",
+            _cache_dtype(vllm_config) not in _PLAIN_CACHES,
+            f"a quantised cache (--kv-cache-dtype {_cache_dtype(vllm_config)}) of {what}",
+            f"use --kv-cache-dtype {_plain_cache(model)}",
         ),
         (
             one_kind,
@@ -269,35 +269,64 @@ def _cache_dtype(vllm_config: VllmConfig) -> str:
     return "fp8" if dtype == "auto" and has_scheme else dtype
 
 
+def _plain_cache(model: ModelConfig) -> str:
+    """Return the value of `--kv-cache-dtype` for a cache in the model's dtype.
+
+    `auto` would choose the quantised cache of a checkpoint again.
+    """
+    dtype = str(model.dtype).removeprefix("torch.")
+    return dtype if dtype in _PLAIN_CACHES else "auto"
+
+
 def _cache_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List what a quantised cache may not be; nothing for other caches."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     dtype, head_size = _cache_dtype(vllm_config), model.get_head_size()
+    model_dtype = str(model.dtype).removeprefix("torch.")
     block_size = block_size_before_loading(cache, platform is CPU)
     if dtype in _PLAIN_CACHES:
         return ()
     what, known = f"a quantised cache (--kv-cache-dtype {dtype})", platform.quantised_caches
     skipped = " ".join(cache.kv_cache_dtype_skip_layers)
-    # `auto` would choose the checkpoint's quantised cache again.
-    model_dtype = str(model.dtype).removeprefix("torch.")
-    plain = model_dtype if model_dtype in _PLAIN_CACHES else "auto"
+    plain, least = f"use --kv-cache-dtype {_plain_cache(model)}", platform.fp8_multiple
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None) or {}
     return (
-        (not known, f"{what} on this platform", f"use --kv-cache-dtype {plain}"),
         (dtype not in known, what, f"use --kv-cache-dtype auto or one of {', '.join(known)}"),
+        (
+            # FlashAttention 4 reads them on Hopper, in pages of 64 tokens and with other queries.
+            platform.most_head_size is not None and head_size > platform.most_head_size,
+            f"{what} of heads of {head_size} values",
+            plain,
+        ),
+        (
+            platform.has_flash_versions and not reads_cache(vllm_config, dtype),
+            f"{what} on this GPU, where vLLM's FlashAttention reads none for this model",
+            f"{plain}, a Hopper GPU without --attention-config.flash_attn_version",
+        ),
+        (
+            platform.fp8_model_dtype not in (None, model_dtype),
+            f"{what} of a model in {model_dtype} on this platform",
+            f"{plain}, --dtype {platform.fp8_model_dtype}",
+        ),
+        (
+            scheme.get("strategy") == "attn_head",
+            f"{what} with a scale for each head",
+            f"{plain}, serve a checkpoint with one scale for all heads of a layer",
+        ),
         (
             skipped,
             f"{what} and layers that have another (--kv-cache-dtype-skip-layers {skipped})",
             "remove --kv-cache-dtype-skip-layers",
         ),
         (
-            block_size % 32,
+            block_size % least,
             f"{what} in blocks of {block_size} tokens",
-            "use a --block-size that is a multiple of 32",
+            f"use a --block-size that is a multiple of {least}",
         ),
         (
-            head_size % 32,
+            head_size % least,
             f"{what} of heads of {head_size} values",
-            "use --kv-cache-dtype auto, or serve a model with a multiple of 32,",
+            f"{plain}, serve a model with a multiple of {least}",
         ),
     )
 
@@ -313,7 +342,7 @@ def _summary_refusals(vllm_config: VllmConfig, config: EvictionConfig) -> tuple[
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     is_mixed = has_windows(model.hf_text_config) or has_delta_nets(model)
     cases = (
-        (vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES, "in a quantised cache"),
+        (_cache_dtype(vllm_config) not in _PLAIN_CACHES, "in a quantised cache"),
         (ranks > 1, f"with --tensor-parallel-size {ranks}"),
         (stages > 1, f"with --pipeline-parallel-size {stages}"),
         (vllm_config.speculative_config is not None, "with --speculative-config"),

@@ -13,6 +13,24 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+def reads_cache(vllm_config: VllmConfig, dtype: str) -> bool:
+    """Return whether vLLM's FlashAttention reads a quantised cache on this GPU.
+
+    True where this process sees no GPU. The worker sees it, where vLLM builds no layer for such a
+    cache that FlashAttention does not read.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import fa_utils
+
+    if current_platform.get_device_capability() is None:
+        return True
+    head_size = evicted_head_size(vllm_config.model_config)
+    with set_current_vllm_config(vllm_config):
+        return fa_utils.flash_attn_supports_kv_cache_dtype(
+            dtype, head_size=head_size, head_size_v=head_size, supports_fa4_hd256=True
+        )
+
+
 def flash_version(vllm_config: VllmConfig) -> tuple[int | None, int | None]:
     """Return the version for layers with full attention, and the only page size that it reads.
 

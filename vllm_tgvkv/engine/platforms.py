@@ -38,6 +38,10 @@ class Platform:
     """Whether a KV connector reads the cache itself where it has buffers on the host."""
     quantised_caches: tuple[str, ...] = ()
     """Values of `--kv-cache-dtype` for caches that are quantised."""
+    fp8_multiple: int = 16
+    """Tokens of a block and values of a head in them are multiples of it."""
+    fp8_model_dtype: str | None = None
+    """Dtype of the model that they need; None for any."""
     supports_model_runner_v2: bool = True
     has_flash_versions: bool = False
     """Whether vLLM chooses among versions of FlashAttention by the GPU."""
@@ -54,6 +58,7 @@ CPU = Platform(
     cache_is_on_host=True,
     ignores_image_prefixes=True,
     quantised_caches=tuple(FP8),
+    fp8_multiple=32,
     supports_model_runner_v2=False,
 )
 CUDA = Platform(
@@ -62,6 +67,8 @@ CUDA = Platform(
     decode_kernels=("auto", "stock", "triton"),
     supports_ray=True,
     most_head_size=256,
+    quantised_caches=("fp8", "fp8_e4m3"),
+    fp8_model_dtype="bfloat16",  # FlashAttention writes no other output for queries in fp8
     has_flash_versions=True,
 )
 

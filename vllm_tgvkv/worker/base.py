@@ -143,18 +143,19 @@ class EvictingWorker:
         members = [modules[name] for name in builder.layer_names]
         layers = [layer for layer in members if layer.kv_sharing_target_layer_name is None]
         layers.sort(key=lambda layer: layer.kv_cache.storage_offset())
+        impl = layers[0].impl
         pool = page_pool(
             [layer.kv_cache for layer in layers],
-            layers[0].impl.num_queries_per_kv,
+            impl.num_queries_per_kv,
             builder.slots_first,
             FP8.get(self.vllm_config.cache_config.cache_dtype),
         )
         self._evictor = Evictor(
-            with_decode_kernel(config_of(self.vllm_config), layers[0].impl, pool.shape.block_size),
+            with_decode_kernel(config_of(self.vllm_config), impl, pool.shape.block_size),
             pool,
             tensor_ranks(self.vllm_config),
             pipeline_stages(len(layers), pool.raw.device),
-            self.vllm_config.model_config.dtype,
+            pool.keys.dtype if impl.has_fp8_queries else self.vllm_config.model_config.dtype,
             self._recaller_of(pool, layers, builder.kv_cache_spec),
             lambda: [layer.impl.product_scale(layer) for layer in layers],
         )

@@ -118,7 +118,7 @@ def memory_of(
     max_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
     sizes = Sizes(
         CacheShape(len(specs), spec.num_kv_heads, group_size, spec.head_size, spec.block_size),
-        element_bytes=model.dtype.itemsize,
+        element_bytes=1 if impl.has_fp8_queries else model.dtype.itemsize,
         max_tokens=model.max_model_len,
         step_tokens=scheduler.max_num_batched_tokens,
         max_rows=max_rows,

@@ -72,7 +72,7 @@ class Evictor:
         """Make an evictor.
 
         Args:
-            query_dtype: dtype of the model, by default of the cache.
+            query_dtype: dtype of the queries that attention gets, by default of the cache.
             recaller: makes the part that brings evicted tokens back; None if none comes back.
             scales: returns the factor of products of queries and stored keys by layer; 1 by
                 default.
@@ -84,7 +84,8 @@ class Evictor:
         self.ranks = ranks
         self.stages = stages
         device, num_blocks = pool.raw.device, pool.num_blocks
-        queries = QueryPool(config.num_query_rows, shape, query_dtype or pool.raw.dtype, device)
+        self.query_dtype = query_dtype or pool.raw.dtype
+        queries = QueryPool(config.num_query_rows, shape, self.query_dtype, device)
         self.regions = Regions(num_blocks, shape, device, config.keeps_positions)
         self.summaries = SummaryBlocks(pool, self.regions, config.summarises)
         gate_outputs = None

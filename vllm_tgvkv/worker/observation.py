@@ -349,8 +349,11 @@ class PromptObservation:
         if min(scales) < max(scales):  # of a quantised cache
             scale = context.to_device(np.array(scales, np.float32))
         are_alike = len(rows.num_visible) == 1
+        chosen = queries[:, rows.index]
+        if chosen.dtype == torch.uint8:  # fp8
+            chosen = chosen.view(context.queries.dtype)
         observed = ObservedRows(
-            queries[:, rows.index].unflatten(2, (shape.num_heads, shape.group_size)),
+            chosen.unflatten(2, (shape.num_heads, shape.group_size)),
             context.pool.keys,
             rows.tables[pairs],
             rows.num_visible if are_alike else rows.num_visible[pairs],

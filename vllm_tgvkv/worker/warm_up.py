@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.kernels.checks import indexable
 from vllm_tgvkv.kernels.sketch import sketch_bytes
 from vllm_tgvkv.shared.budget import Guard
 from vllm_tgvkv.shared.plan import Choice, ColumnSumChunk, Eviction, Failure, Observation, StepPlan
@@ -74,7 +75,9 @@ def _run(evictor: Evictor, plans: Sequence[StepPlan]) -> None:
     """Evict, choose again, read what is left of summaries, and release the regions."""
     shape = evictor.shape
     num_heads = shape.num_heads * shape.group_size
-    queries = evictor.pool.raw.new_zeros(5 * shape.block_size, num_heads, shape.head_size)
+    size = 5 * shape.block_size, num_heads, shape.head_size
+    zeros = torch.zeros(size, dtype=evictor.query_dtype, device=evictor.pool.raw.device)
+    queries = indexable(zeros)
     for plan in plans:
         evictor.begin_step(plan)
         evictor.prepare(lambda _: 0)

@@ -81,7 +81,7 @@ def _engine(runner: str, mode: str, selection: str) -> Part:
 
 _NAMES = (
     "copy", "page_tables", "select", "apportion", "ragged", "statistics", "decode", "sinks",
-    "summaries", "sketch", "exchange", "gates",
+    "summaries", "sketch", "exchange", "gates", "pooling",
 )  # fmt: skip
 _KERNELS = tuple(f"tests/gpu/test_{name}.py" for name in _NAMES)
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.attention.backends.fa_utils import flash_attn_supports_kv_cache_dtype
 
 from oracle.emulation import Cutter, Eviction, Moment, Oracle
-from tests.engine import test_fp8, test_recall, test_summaries
+from tests.engine import test_recall, test_summaries
 from tests.engine.running import Ask, SteppedEngine, assert_close, engine
 from tests.engine.test_engine import BUDGETS, album, budget, tgv
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
@@ -77,24 +76,6 @@ def test_tokens_and_kept_positions(
     with engine(folder, tgv(granularity), enforce_eager=eager, **OPTIONS) as running:
         assert_runner(running, runner)
         assert_close(running, oracle, requests(IMAGES[arch]))
-
-
-@pytest.mark.parametrize("decode_kernel", ["auto", "triton"])
-def test_fp8_caches(
-    tiny_model: Callable[..., Path], tmp_path: Path, runner: str, decode_kernel: str
-) -> None:
-    """In graphs, with scales of each layer for queries, keys and values."""
-    if not flash_attn_supports_kv_cache_dtype(head_size=64):
-        pytest.skip("vLLM's FlashAttention reads no fp8 on this GPU")
-    plain = tiny_model("llava", image_size=112, head_size=64)
-    folder = test_fp8.with_scales(plain, tmp_path / "fp8")
-    settings = tgv("head", decode_kernel=decode_kernel)
-    with (
-        test_fp8.stored_oracle(plain, is_flash=True) as oracle,
-        engine(folder, settings, enforce_eager=False, **OPTIONS) as running,
-    ):
-        assert_runner(running, runner)
-        test_fp8.assert_close(running, oracle, requests(LLAVA_IMAGE))
 
 
 @pytest.mark.parametrize("decode_kernel", ["stock", "triton"])

@@ -7,21 +7,29 @@ What these features are without a GPU is in the files of `tests/engine` that hav
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.attention.backends.fa_utils import flash_attn_supports_sinks
+from vllm.v1.attention.backends.fa_utils import (
+    flash_attn_supports_kv_cache_dtype,
+    flash_attn_supports_sinks,
+)
 
 from oracle.emulation import Eviction, Oracle
 from oracle.methods import METHODS
+from tests.engine import test_fp8
 from tests.engine.gated import gated_oracle
-from tests.engine.running import Ask, deviation, engine
-from tests.engine.test_engine import BUDGETS, album, budget, tgv
-from tests.gpu.test_engine import OPTIONS, SCHEDULE, assert_answers_close, assert_runner
-from tests.models import random_text
-from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
+from tests.engine.running import Ask, engine
+from tests.engine.test_engine import album, tgv
+from tests.gpu.test_engine import (
+    OPTIONS,
+    SCHEDULE,
+    assert_answers_close,
+    assert_runner,
+    requests,
+)
+from tests.models import LLAVA_IMAGE, random_text
 from vllm_tgvkv.shared.prompt import ANSWER_ROWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
@@ -94,19 +102,19 @@ def test_sleep_mode(folder: Path) -> None:
             assert_answers_close(running, oracle, asks, [finished[n] for n in names], wanted)
 
 
-def test_an_fp8_cache(folder: Path, runner: str) -> None:
-    """Rounded to 3 bits, answers are closer to the oracle's than those with everything kept."""
-    asks = [
-        album(seed, 20 + 9 * seed, 170 + 41 * seed, xargs=budget(share), logprobs=1)
-        for seed, share in enumerate(BUDGETS)
-    ]
-    options = {**GRAPHS, "block_size": 32, "kv_cache_dtype": "fp8"}
-    with ExitStack() as stack:
-        try:
-            running = stack.enter_context(engine(folder, tgv("head"), **options))
-        except UnsupportedByEvictionError as refusal:
-            pytest.skip(str(refusal))
+@pytest.mark.parametrize("decode_kernel", ["auto", "triton"])
+def test_fp8_caches(
+    tiny_model: Callable[..., Path], tmp_path: Path, runner: str, decode_kernel: str
+) -> None:
+    """In graphs, with scales of each layer for queries, keys and values."""
+    if not flash_attn_supports_kv_cache_dtype(head_size=64):
+        pytest.skip("vLLM's FlashAttention reads no fp8 on this GPU")
+    plain = tiny_model("llava", image_size=112, head_size=64)
+    folder = test_fp8.with_scales(plain, tmp_path / "fp8")
+    settings = tgv("head", decode_kernel=decode_kernel)
+    with (
+        test_fp8.stored_oracle(plain, is_flash=True) as oracle,
+        engine(folder, settings, enforce_eager=False, **OPTIONS) as running,
+    ):
         assert_runner(running, runner)
-        found = deviation(running, Oracle(folder), asks, 0.1)
-        assert found.logprob < found.without_eviction / 2, found
-        assert found.kept > 0.8, found
+        test_fp8.assert_close(running, oracle, requests(LLAVA_IMAGE))

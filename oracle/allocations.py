@@ -115,8 +115,8 @@ def skewness(values: Sequence[float]) -> float:
     return sum(((v - mean) / deviation) ** 3 for v in values) / len(values)
 
 
-def aircache_shares(evidence: Evidence) -> list[float]:
-    """Return all text, and a share of the remaining budget by strength and skewness."""
+def aircache_shares(evidence: Evidence, by: str = "strength and skewness") -> list[float]:
+    """Return all text, and a share of the remaining budget by what is named."""
     case = evidence.case
     vision = [j for j, v in enumerate(case.layout.vision) if v]
     # All text, also what earlier cuts evicted.
@@ -130,8 +130,8 @@ def aircache_shares(evidence: Evidence) -> list[float]:
         total = sum(numbers)
         return [n / total if total > 0 else 1 / len(numbers) for n in numbers]
 
-    of_vision = normalised(strength)
-    if sum(skew) > 0:
+    of_vision = normalised(skew if by == "skewness" else strength)
+    if by == "strength and skewness" and sum(skew) > 0:
         of_vision = [(s + k) / 2 for s, k in zip(of_vision, normalised(skew), strict=True)]
     left = max(evidence.budget - text, 0)
     return [text + v * len(values) * left for v in of_vision]
@@ -266,6 +266,8 @@ ALLOCATIONS: dict[str, Callable[[Evidence], list[float]]] = {
     "tt": block_of("text", False),
     "vlcache": vlcache_shares,
     "aircache": aircache_shares,
+    "aircache_strength": lambda evidence: aircache_shares(evidence, "strength"),
+    "aircache_skewness": lambda evidence: aircache_shares(evidence, "skewness"),
     "pyramid": pyramid_shares,
     "adakv": adakv_shares,
     "ada_pyramid": lambda evidence: adakv_shares(

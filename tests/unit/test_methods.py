@@ -73,7 +73,7 @@ OWN = [
     if name != "random" and (name not in HEAD_ONLY or granularity == HEAD)
 ]
 GUARDED = [case for case in OWN if METHODS[case[0]].score in methods.ROWS_OF_SCORE]
-NEEDS_VISION = {"tgv", "vv", "aircache"}
+NEEDS_VISION = {"tgv", "vv", "aircache", "aircache_strength", "aircache_skewness"}
 """Allocations that are undefined for prompts without vision."""
 
 
@@ -334,7 +334,7 @@ def with_granularities(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(x, g) for x in names for g in (LAYER, HEAD) if x not in HEAD_ONLY or g == HEAD]
 
 
-OTHER_ROWS = ["text", "after_vision", "window", "answer", None]
+OTHER_ROWS = ["text", "all_text", "after_vision", "window", "answer", None]
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
             # layouts whose runs, rows and columns are at least as long as the kernel.
             kernel, where = 3, random.choice(["one", "at the start"])
         score = random.choice(list(methods.SCORES))
-        if allocation in ("prefixkv", "aircache") and SCORES[score]().is_signed:
+        if ALLOCATIONS[allocation].adds_scores and SCORES[score]().is_signed:
             score = "tgv"
         mix = methods.Mix(
             score=score,

@@ -64,7 +64,17 @@ SOME = ["several", "at the end", "long"]
 TEXT_ONLY = "text only"
 EVERY_LAYOUT = {**LAYOUTS, TEXT_ONLY: ([], 50)}
 
-HEAD_ONLY = ("adakv", "ada_pyramid", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap", "trimkv_votes")
+HEAD_ONLY = (
+    "adakv",
+    "ada_pyramid",
+    "rkv",
+    "mixkv",
+    "trimkv",
+    "dbtrimkv",
+    "kvzap",
+    "trimkv_next",
+    "trimkv_votes",
+)
 """Methods and parts that are undefined at granularity layer."""
 OWN = [
     (name, granularity)

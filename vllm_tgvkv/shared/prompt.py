@@ -27,9 +27,9 @@ RowSet = Literal["none", "text", "all_text", "after_vision", "window", "all", "a
 
 `text` is the text after the first vision token, `after_vision` the text after the last one, and
 `all_text` all text (at most the last `observation_window` tokens of each), `window` the last tokens
-of the prompt, `all` every token, and `none` no token, for scores that use no attention. Where eviction waits for the
-first tokens of the answer, these vote in each of the sets but `none`; `answer` is only these, and
-`latest` as well, or `window` if there are none.
+of the prompt, `all` every token, and `none` no token, for scores that use no attention. Where
+eviction waits for the first tokens of the answer, these vote in each of the sets but `none`;
+`answer` is only these, and `latest` as well, or `window` if there are none.
 """
 
 WINDOW = 32

@@ -115,6 +115,18 @@ GRANULARITY: dict[str, Mix] = {
 }
 """Published methods at the granularity that is not theirs, and Elastic Cache without merging."""
 
+PRINTED: dict[str, Mix] = {
+    "tgv_all_text": {"base": "tgv", "rows": "all_text"},
+    "ada_pyramid": {"base": "adakv", "allocation": "ada_pyramid"},
+    **_mixes(
+        "aircache",
+        _each("budget", "allocation", "uniform", "aircache_strength", "aircache_skewness"),
+    ),
+    "trimkv_next": {"base": "trimkv", "score": "trimkv_next"},
+}
+"""Mixes that papers define: TGV-KV with rows of all text, Ada-Pyramid-KV, AirCache's ablation of
+layer budgets, and TrimKV with one token to come."""
+
 SUMMARIES: dict[str, Mix] = {
     **{f"{n}_summaries": {"base": n, "summaries": "both"} for n in ("tgv", "snapkv", "reach")},
     **_mixes(
@@ -129,7 +141,9 @@ _VOTES = {"votes": {"score": "trimkv_votes", "rows": "window", "reduce": "max"}}
 GATED = _mixes("dbtrimkv", _VOTES)
 """Scores of gates plus the logarithm of the largest attention of the last rows."""
 
-MIXES = GATED | FORWARD | TGV | UNIFORM | REACH | REACH_WITH_IMAGES | GRANULARITY | SUMMARIES
+MIXES = (
+    GATED | FORWARD | TGV | UNIFORM | REACH | REACH_WITH_IMAGES | GRANULARITY | PRINTED | SUMMARIES
+)
 """By name: the setting `methods`, of which an engine gets those that its arms name."""
 
 

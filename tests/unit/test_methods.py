@@ -424,11 +424,17 @@ def test_mixkv_of_heads_whose_keys_or_values_are_alike(equal: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [[1, 2], [2, 1]])
-@pytest.mark.parametrize("granularity", [LAYER, HEAD])
-def test_sparsemm_in_pipeline_stages(granularity: str, stages: list[int]) -> None:
-    """Each stage goes by the scores of its own layers."""
-    mix, where = replace(METHODS["sparsemm"], granularity=granularity), layout_of("long")
-    settings = Settings(24, BLOCK_SIZE, head_scores=SCORES_OF_HEADS, sinks=2)
+@pytest.mark.parametrize(
+    ("allocation", "granularity"),
+    with_granularities(["sparsemm", "pyramid", "ada_pyramid"]),
+)
+def test_allocations_by_depth_in_pipeline_stages(
+    allocation: str, granularity: str, stages: list[int]
+) -> None:
+    """Each stage goes by the scores, or the place in the model, of its own layers."""
+    mix = replace(METHODS["snapkv"], allocation=allocation, granularity=granularity)
+    where, settings = layout_of("long"), Settings(56, BLOCK_SIZE, sinks=2)
+    settings = replace(settings, head_scores=SCORES_OF_HEADS)
     inputs = draw(where, stable(mix, where, [settings]))
     wanted = methods.select(mix, inputs.attention, where, HEADS, settings, stages=stages)
     seen = look(policy := policy_of(mix), inputs, where, settings)

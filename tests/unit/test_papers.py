@@ -230,6 +230,43 @@ def test_aircache(allocation: str, by_strength: float, by_skewness: float) -> No
     assert ((found[:, vision].sum(1) - wanted).abs() < 1).all() or wanted.max() > len(vision)
 
 
+# -- VL-Cache ---------------------------------------------------------------------------------
+
+
+def test_vl_cache() -> None:
+    """Algorithm 1's budgets of layers, and accumulated post-vision attention."""
+    layout, _, vision = images_and_text()
+    budget = layout.length // 3
+    settings = Settings(budget, **TOKENS)  # type: ignore[arg-type]
+    inputs = draw(layout)
+    policy = build_policy("vlcache")
+    seen = look(policy, inputs, layout, settings)
+    rows = range(vision[-1] + 1, layout.length)
+    density = []
+    for heads in inputs.attention:
+        sparsities = []
+        for head in heads:
+            seen_by_rows = [head[i, : i + 1] for i in rows]
+            small = sum(int((row < 0.01 * row.max()).sum()) for row in seen_by_rows)
+            sparsities.append(small / sum(map(len, seen_by_rows)))
+        density.append(1 - sum(sparsities) / len(sparsities))
+    # The whole budget is alpha P L; a layer keeps 1 % to 100 %.
+    alpha = budget / layout.length
+    wanted = torch.tensor(
+        [min(max(d / sum(density) * alpha * LAYERS, 0.01), 1) * layout.length for d in density]
+    )
+    decision = scored(policy, seen, layout, settings).decide(budget)
+    assert ((decision.counts[:, 0] - wanted).abs() < 1.05).all()
+    found = kept(decision, layout, settings)[:, 0]
+    for layer, heads in enumerate(inputs.attention):
+        number = int(decision.counts[layer, 0])
+        recent = layout.length - number // 10
+        scores = heads.mean(0)[list(rows)].sum(0)
+        best = best_of(scores, list(range(recent)), number - number // 10)
+        chosen = set(found[layer].nonzero().flatten().tolist())
+        assert chosen == best | set(range(recent, layout.length))
+
+
 # -- TrimKV and DBTrimKV ----------------------------------------------------------------------
 
 

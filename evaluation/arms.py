@@ -122,10 +122,9 @@ PRINTED: dict[str, Mix] = {
         "aircache",
         _each("budget", "allocation", "uniform", "aircache_strength", "aircache_skewness"),
     ),
-    "trimkv_next": {"base": "trimkv", "score": "trimkv_next"},
 }
-"""Mixes that papers define: TGV-KV with rows of all text, Ada-Pyramid-KV, AirCache's ablation of
-layer budgets, and TrimKV with one token to come."""
+"""Mixes that papers define: TGV-KV with rows of all text, Ada-Pyramid-KV, and AirCache's ablation
+of layer budgets."""
 
 SUMMARIES: dict[str, Mix] = {
     **{f"{n}_summaries": {"base": n, "summaries": "both"} for n in ("tgv", "snapkv", "reach")},
@@ -138,8 +137,9 @@ SUMMARIES: dict[str, Mix] = {
 """Summaries of what is evicted, RetentiveKV without them, and without entropy in its scores too."""
 
 _VOTES = {"votes": {"score": "trimkv_votes", "rows": "window", "reduce": "max"}}
-GATED = _mixes("dbtrimkv", _VOTES)
-"""Scores of gates plus the logarithm of the largest attention of the last rows."""
+GATED = _mixes("dbtrimkv", _VOTES) | _mixes("trimkv", {"next": {"score": "trimkv_next"}})
+"""Scores of gates plus the logarithm of the largest attention of the last rows, and TrimKV's score
+with one token to come."""
 
 MIXES = (
     GATED | FORWARD | TGV | UNIFORM | REACH | REACH_WITH_IMAGES | GRANULARITY | PRINTED | SUMMARIES

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels.select import key_slices, ranking_keys, thresholds
 from vllm_tgvkv.policies.base import AllLayers, Allocation
-from vllm_tgvkv.policies.pyramidkv import pyramid
+from vllm_tgvkv.policies.pyramidkv import pyramid_budgets
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, Recipe
 from vllm_tgvkv.policies.snapkv import POOLING
 
@@ -64,7 +64,7 @@ class AdaPyramidAllocation(AdaAllocation):
     """
 
     def _budgets(self, layers: AllLayers) -> Tensor:
-        tokens, parts = pyramid(layers)
+        tokens, parts = pyramid_budgets(layers)
         return tokens.div(parts, rounding_mode="floor")
 
 

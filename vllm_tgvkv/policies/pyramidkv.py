@@ -34,24 +34,24 @@ class PyramidAllocation(Allocation):
 
     def shares(self, layers: AllLayers) -> Tensor:
         num_sets = layers.scores.shape[1]
-        tokens, parts = pyramid(layers)
+        tokens, parts = pyramid_budgets(layers)
         return (tokens.double() / parts)[:, None].expand(-1, num_sets)
 
 
-def pyramid(layers: AllLayers) -> tuple[Tensor, int]:
-    """Return the tokens that a head of each layer keeps, int64 `[L]`, in units of 1 / the second.
+def pyramid_budgets(layers: AllLayers) -> tuple[Tensor, int]:
+    """Return the tokens that a head of each layer keeps, as int64 `[L]` and their common divisor.
 
     Integers are exact: layers at equal distance from the middle have equal remainders.
     """
     num_sharing = layers.scores.shape[0]
     num_steps = (layers.depth.num_layers or num_sharing) - 1
+    if num_steps == 0:
+        return layers.num_kept[None], 1
     prompt = layers.prompt
     num_recent = max(0, WINDOW - (prompt.num_tokens - prompt.num_candidates))
     window = layers.num_kept.clamp(max=num_recent)
     budget = layers.num_kept - window
     first = torch.minimum((2 * SLOPE - 1) * budget, SLOPE * (prompt.num_candidates - window))
-    if num_steps == 0:
-        return layers.num_kept[None], 1
     depth = torch.arange(num_sharing, device=layers.scores.device) + layers.depth.first_layer
     falling = first * num_steps - depth * 2 * (first - SLOPE * budget)
     parts = SLOPE * num_steps

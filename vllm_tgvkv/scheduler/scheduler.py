@@ -147,13 +147,13 @@ class EvictionScheduler(Scheduler):
         if divides and (shortest is None or shortest > evicted):
             logger.warning(
                 "KV eviction: %s gives every layer and head the same number of tokens in %s, where "
-                "a budget of %s is no more than floor_pages (%d blocks of %d tokens); give a "
+                "a budget of %s keeps no more blocks of %d tokens than floor_pages (%d); give a "
                 "larger budget or a smaller --block-size if they are to differ",
                 config.policy,
                 f"prompts of fewer than {shortest} tokens" if shortest else "every prompt",
                 budget,
-                config.floor_pages,
                 self.tokens_per_block,
+                config.floor_pages,
             )
         is_late = config.when == "pressure"
         logger.info(

@@ -25,7 +25,7 @@ from benchmarks.models import QWEN3_VL_8B, Shape, model_folder, small_llava, tin
 from benchmarks.prompts import text_prompt
 from measure.document import Table
 from measure.engines import ENVIRONMENT, LocalEngine, set_environment
-from training.networks import GateNetworks
+from training.networks import GateNetworks, Tying
 from vllm_tgvkv.gates.folder import Gates, write
 
 QUARTER = small_llava("gates", 1024, 4, 8, 2, 128, 3072, 4096, "float32")
@@ -45,7 +45,7 @@ def written(folder: Path, method: Any, form: str, shape: Shape, width: int) -> G
         hidden_size=shape.hidden, num_key_value_heads=shape.kv_heads, hidden_act="silu"
     )
     torch.manual_seed(0)
-    tied = method == "dbtrimkv"
+    tied: Tying = "layers" if method == "dbtrimkv" else "nothing"
     networks = GateNetworks(form or method, shape.layers, sizes, width, 10.0, tied)
     base = {"model_type": "llama", "hidden_act": "silu"}
     write(folder, networks.tensors("model.layers"), networks.config(base, 32))

@@ -115,6 +115,17 @@ GRANULARITY: dict[str, Mix] = {
 }
 """Published methods at the granularity that is not theirs, and Elastic Cache without merging."""
 
+PRINTED: dict[str, Mix] = {
+    "tgv_all_text": {"base": "tgv", "rows": "all_text"},
+    "ada_pyramid": {"base": "adakv", "allocation": "ada_pyramid"},
+    **_mixes(
+        "aircache",
+        _each("budget", "allocation", "uniform", "aircache_strength", "aircache_skewness"),
+    ),
+}
+"""Mixes that papers define: TGV-KV with rows of all text, Ada-Pyramid-KV, and AirCache's ablation
+of layer budgets."""
+
 SUMMARIES: dict[str, Mix] = {
     **{f"{n}_summaries": {"base": n, "summaries": "both"} for n in ("tgv", "snapkv", "reach")},
     **_mixes(
@@ -126,10 +137,13 @@ SUMMARIES: dict[str, Mix] = {
 """Summaries of what is evicted, RetentiveKV without them, and without entropy in its scores too."""
 
 _VOTES = {"votes": {"score": "trimkv_votes", "rows": "window", "reduce": "max"}}
-GATED = _mixes("dbtrimkv", _VOTES)
-"""Scores of gates plus the logarithm of the largest attention of the last rows."""
+GATED = _mixes("dbtrimkv", _VOTES) | _mixes("trimkv", {"next": {"score": "trimkv_next"}})
+"""Scores of gates plus the logarithm of the largest attention of the last rows, and TrimKV's score
+with one token to come."""
 
-MIXES = GATED | FORWARD | TGV | UNIFORM | REACH | REACH_WITH_IMAGES | GRANULARITY | SUMMARIES
+MIXES = (
+    GATED | FORWARD | TGV | UNIFORM | REACH | REACH_WITH_IMAGES | GRANULARITY | PRINTED | SUMMARIES
+)
 """By name: the setting `methods`, of which an engine gets those that its arms name."""
 
 

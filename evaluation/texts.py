@@ -320,6 +320,10 @@ PARTS = {
 }
 """By the name on the command line, in the order of the report."""
 
+FORMER = """\
+`pyramidkv` and `pyramid` have their former definition here, with the window inside the pyramid
+([asked again](../README.md#what-is-lost-and-found))."""
+
 INTRODUCTION = f"""\
 # What methods keep of a text
 
@@ -329,7 +333,8 @@ are hidden in long texts. It runs in the real vLLM engine, which evicts the text
 **It says how methods compare on this small model and these texts; measure yours.** Gates were
 trained for it by [the project's own command](../../gates.md#what-was-measured), in minutes on two
 CPU cores; they saw neither the test questions nor the prose that these are hidden in, but questions
-in the same wording. `gates=` names gates that were trained for another method, or differently."""
+in the same wording. `gates=` names gates that were trained for another method, or differently.
+{FORMER}"""
 
 FIELD = Field(
     name="text",

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -114,8 +115,8 @@ def skewness(values: Sequence[float]) -> float:
     return sum(((v - mean) / deviation) ** 3 for v in values) / len(values)
 
 
-def aircache_shares(evidence: Evidence) -> list[float]:
-    """Return all text, and a share of the remaining budget by strength and skewness."""
+def aircache_shares(evidence: Evidence, by: str = "strength and skewness") -> list[float]:
+    """Return all text, and a share of the remaining budget by what is named."""
     case = evidence.case
     vision = [j for j, v in enumerate(case.layout.vision) if v]
     # All text, also what earlier cuts evicted.
@@ -129,29 +130,50 @@ def aircache_shares(evidence: Evidence) -> list[float]:
         total = sum(numbers)
         return [n / total if total > 0 else 1 / len(numbers) for n in numbers]
 
-    of_vision = normalised(strength)
-    if sum(skew) > 0:
+    of_vision = normalised(skew if by == "skewness" else strength)
+    if by == "strength and skewness" and sum(skew) > 0:
         of_vision = [(s + k) / 2 for s, k in zip(of_vision, normalised(skew), strict=True)]
     left = max(evidence.budget - text, 0)
     return [text + v * len(values) * left for v in of_vision]
 
 
-def pyramid_shares(evidence: Evidence) -> list[float]:
-    """Return shares that fall linearly with depth, from 2 - 1/20 to 1/20."""
+def pyramid_tokens(evidence: Evidence) -> list[Fraction]:
+    """Return the tokens that a head of each layer keeps: the window, and a part linear in depth."""
+    case = evidence.case
     first, layers = evidence.depth or (0, len(evidence.token_sets))
-    high, low = 2 - 1 / 20, 1 / 20
-    return [
-        high - (high - low) * layer / (layers - 1) if layers > 1 else 1.0
-        for layer, token_sets in enumerate(evidence.token_sets, first)
-        for _ in token_sets
-    ]
+    window = min(evidence.budget, window_candidates(case))
+    mean = evidence.budget - window
+    most = min(mean * Fraction(39, 20), Fraction(case.candidates - window))
+    least = 2 * mean - most
+    if layers == 1:
+        return [Fraction(evidence.budget)]
+    step = (most - least) / (layers - 1)
+    numbers = range(first, first + len(evidence.token_sets))
+    return [window + most - step * layer for layer in numbers]
 
 
-def adakv_shares(evidence: Evidence) -> list[float]:
-    """Return how many tokens of each head are among the best of all heads of its layer."""
-    guaranteed = math.floor(0.2 * evidence.budget)
+def window_candidates(case: Case) -> int:
+    """Return w, the candidates among the last positions of the prompt and its answer."""
+    return len(range(max(0, case.layout.length - WINDOW), case.candidates))
+
+
+def pyramid_shares(evidence: Evidence) -> list[float]:
+    """Return PyramidKV's budget of each layer for each of its token sets."""
+    budgets = zip(pyramid_tokens(evidence), evidence.token_sets, strict=True)
+    return [float(budget) for budget, token_sets in budgets for _ in token_sets]
+
+
+def adakv_shares(evidence: Evidence, budgets: Sequence[int] | None = None) -> list[float]:
+    """Return how many tokens of each head are among the best of all heads of its layer.
+
+    A head keeps `budgets` tokens of each layer on average, by default b.
+    """
+    budgets = budgets or [evidence.budget] * len(evidence.scores)
     result: list[float] = []
-    for scores, token_sets in zip(evidence.scores, evidence.token_sets, strict=True):
+    for budget, scores, token_sets in zip(
+        budgets, evidence.scores, evidence.token_sets, strict=True
+    ):
+        guaranteed = budget // 5
         ranks = []
         for head, (values, token_set) in enumerate(zip(scores, token_sets, strict=True)):
             best = token_set.first(values, evidence.tiers, evidence.case.candidates)
@@ -159,7 +181,7 @@ def adakv_shares(evidence: Evidence) -> list[float]:
                 ranks.append((place >= guaranteed, -evidence.tiers[j], -float(values[j]), j, head))
         ranks.sort()
         counts = [0] * len(scores)
-        for *_, head in ranks[: evidence.budget * len(scores)]:
+        for *_, head in ranks[: budget * len(scores)]:
             counts[head] += 1
         result += counts
     return result
@@ -196,8 +218,7 @@ def sparsemm_shares(evidence: Evidence) -> list[float]:
         heads = case.head_scores[number].tolist()
         group = len(heads) // len(token_sets)
         scores += [sum(heads[i * group : (i + 1) * group]) for i in range(len(token_sets))]
-    in_window = [j for j in range(case.layout.length) if j >= case.layout.length - WINDOW]
-    window = min(evidence.budget, sum(j < case.candidates for j in in_window))
+    window = min(evidence.budget, window_candidates(case))
     left = evidence.budget - window
     by_score = [s / sum(scores) if sum(scores) > 0 else 1 / len(scores) for s in scores]
     return [window + rho * left + (1 - rho) * left * len(scores) * part for part in by_score]
@@ -245,8 +266,13 @@ ALLOCATIONS: dict[str, Callable[[Evidence], list[float]]] = {
     "tt": block_of("text", False),
     "vlcache": vlcache_shares,
     "aircache": aircache_shares,
+    "aircache_strength": lambda evidence: aircache_shares(evidence, "strength"),
+    "aircache_skewness": lambda evidence: aircache_shares(evidence, "skewness"),
     "pyramid": pyramid_shares,
     "adakv": adakv_shares,
+    "ada_pyramid": lambda evidence: adakv_shares(
+        evidence, list(map(int, pyramid_tokens(evidence)))
+    ),
     "global": global_shares,
     "sparsemm": sparsemm_shares,
     "prefixkv": prefixkv_shares,
@@ -254,5 +280,13 @@ ALLOCATIONS: dict[str, Callable[[Evidence], list[float]]] = {
 }
 
 
-EXACT_ALLOCATIONS = {"uniform", "pyramid", "adakv", "global", "prefixkv", "sparsemm"}
+EXACT_ALLOCATIONS = {
+    "uniform",
+    "pyramid",
+    "adakv",
+    "ada_pyramid",
+    "global",
+    "prefixkv",
+    "sparsemm",
+}
 """Allocations whose shares are equal, integers, or independent of attention."""

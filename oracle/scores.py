@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -260,6 +261,7 @@ SCORES: dict[str, ScoreFunction] = {
     "aircache": aircache_scores,
     "vv_tt": vv_tt_scores,
     "trimkv": trimkv_scores,
+    "trimkv_next": lambda token_set, case: trimkv_scores(token_set, replace(case, lookahead=1)),
     "trimkv_votes": trimkv_votes,
     "kvzap": lambda token_set, case: torch.tensor(gates_of(token_set), dtype=torch.float64),
     "recency": lambda token_set, case: torch.arange(case.layout.length, dtype=torch.float64),

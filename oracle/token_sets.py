@@ -201,6 +201,9 @@ def rows(name: str, layout: Layout, observation_window: int) -> list[int]:
         return answer
     if name in ("window", "latest"):
         return everything[-WINDOW:] + answer
+    if name == "all_text" and True in vision:
+        text = [i for i in everything if not vision[i]]
+        return (text[-observation_window:] or [last]) + answer
     if True not in vision:
         return everything[-observation_window:] + answer
     where = vision.index(True) if name == "text" else last - vision[::-1].index(True)

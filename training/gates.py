@@ -50,11 +50,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--rate", type=float, default=trimkv.RATE, help="learning rate")
     group.add_argument("--bias", type=float, default=10.0, help="first bias; 18 in the paper")
     group.add_argument(
-        "--untied", action="store_true", help="dbtrimkv: a last projection for each layer"
+        "--tied",
+        choices=("layers", "heads", "nothing"),
+        help="dbtrimkv: what shares the last projection; `heads` of all layers in the paper",
     )
+    group.add_argument("--loss", choices=("code", "paper"), default="code", help="whose")
     options = parser.parse_args(arguments)
-    if options.untied and options.method != "dbtrimkv":
-        parser.error(f"--untied is for dbtrimkv; {options.method} ties nothing, leave it out")
+    if options.tied and options.method != "dbtrimkv":
+        parser.error(f"--tied is for dbtrimkv; {options.method} ties nothing, leave it out")
+    options.tied = options.tied or ("layers" if options.method == "dbtrimkv" else "nothing")
     if not Path(options.model, "config.json").is_file():
         parser.error(f"{options.model} has no config.json; give the folder of a model")
     for name in ("tokens", "width", "steps", "accumulate", "memory"):
@@ -71,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def described(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     """Return what makes one training differ from another."""
     names = ["method", "tokens", "seed", "width", "dtype"]
-    of_trimkv = ["steps", "accumulate", "memory", "rate", "bias", "untied"]
+    of_trimkv = ["steps", "accumulate", "memory", "rate", "bias", "tied", "loss"]
     names += ["form"] if options.method == "kvzap" else of_trimkv
     return {
         "model": str(Path(options.model).resolve()),
@@ -119,9 +123,8 @@ def make_networks(frozen: FrozenModel, options: argparse.Namespace) -> GateNetwo
     """Return untrained gates for the model, which follow from the seed."""
     torch.manual_seed(options.seed)
     kind = options.form if options.method == "kvzap" else options.method
-    is_tied = options.method == "dbtrimkv" and not options.untied
     layers, config = len(frozen.layers), frozen.config
-    networks = GateNetworks(kind, layers, config, options.width, options.bias, is_tied)
+    networks = GateNetworks(kind, layers, config, options.width, options.bias, options.tied)
     return networks.to(frozen.device, torch.promote_types(frozen.model.dtype, torch.float32))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
@@ -21,11 +22,45 @@ DEVIATION = 0.02
 """Standard deviation of TrimKV's first weights."""
 
 
+Tying = Literal["nothing", "layers", "heads"]
+"""What shares DBTrimKV's last projection: all layers, as in the authors' code, or all layers and
+heads, as in the paper."""
+
+
+class SharedByHeads(nn.Module):
+    """A last projection with one row of weights and one bias for all heads.
+
+    The hidden layer has as many equal parts as there are heads, and the row reads a head's part. It
+    is written as the whole matrix, `[H, width]`, with zeros at the other heads' parts.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.row = heads, nn.Linear(width // heads, 1)
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.block_diag(*[self.row.weight] * self.heads)
+
+    @property
+    def bias(self) -> Tensor:
+        return self.row.bias.expand(self.heads)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight, self.bias)
+
+
 class GateNetworks(nn.Module):
     """The gates of all layers of a model."""
 
     def __init__(
-        self, kind: str, layers: int, sizes: Any, width: int, bias: float = 0.0, tied: bool = False
+        self,
+        kind: str,
+        layers: int,
+        sizes: Any,
+        width: int,
+        bias: float = 0.0,
+        tied: Tying = "nothing",
     ) -> None:
         """Make gates with random weights.
 
@@ -34,7 +69,10 @@ class GateNetworks(nn.Module):
             sizes: text configuration of the model.
             width: of hidden layers.
             bias: first bias of TrimKV's last projection.
-            tied: whether the layers share the last projection and its bias.
+            tied: what shares the last projection and its bias.
+
+        Raises:
+            ValueError: if heads are tied and the width is no multiple of their number.
         """
         super().__init__()
         self.form, self.width, self.bias, self.tied = FORMS[kind], width, bias, tied
@@ -45,16 +83,24 @@ class GateNetworks(nn.Module):
         self.activation = sizes.hidden_act if self.retains else "gelu"
         self.activate = ACT2FN[self.activation]
         widths = [self.hidden_size, *[width] * INNER[self.form], self.kv_heads]
-        self.linears = [
+        self.linears: list[list[nn.Linear | SharedByHeads]] = [
             [nn.Linear(n, m) for n, m in itertools.pairwise(widths)] for _ in range(layers)
         ]
+        if tied == "heads":
+            if width % self.kv_heads:
+                raise ValueError(
+                    f"--width is {width}: give a multiple of {self.kv_heads}, the model's KV heads"
+                )
+            self.linears[0][-1] = SharedByHeads(width, self.kv_heads)
         for layer in self.linears:
             if self.retains:
-                for linear in layer:
+                *inner, last = layer
+                last = last.row if isinstance(last, SharedByHeads) else last
+                for linear in (*inner, last):
                     nn.init.normal_(linear.weight, std=DEVIATION)
                     nn.init.zeros_(linear.bias)
-                nn.init.constant_(layer[-1].bias, bias)
-            if tied:
+                nn.init.constant_(last.bias, bias)
+            if tied != "nothing":
                 layer[-1] = self.linears[0][-1]
         self.layers = nn.ModuleList(nn.ModuleList(layer) for layer in self.linears)
 
@@ -107,7 +153,7 @@ class GateNetworks(nn.Module):
             "retention_gate": self.form,
             "retention_gate_bias_init": self.bias,
             "retention_gate_intermediate_size": self.width,
-            "tie_retention_gate_layers": self.tied,
+            "tie_retention_gate_layers": self.tied != "nothing",
             "memory_size": memory,
             "global_capacity": self.shares_memory,
             "hidden_act": self.activation,

@@ -47,7 +47,13 @@ def retained(log_betas: Tensor, documents: Tensor) -> Tensor:
     return checkpoint(add, log_betas, use_reentrant=False)
 
 
-def capacity(log_betas: Sequence[Tensor], documents: Tensor, memory: float, shared: bool) -> Tensor:
+def capacity(
+    log_betas: Sequence[Tensor],
+    documents: Tensor,
+    memory: float,
+    shared: bool,
+    printed: bool = False,
+) -> Tensor:
     """Return how far the retained tokens exceed the memory, relative to what they could exceed.
 
     For n heads with a memory of M tokens each, `relu(S[t] - n M) / max(t n - n M, 1)`, averaged
@@ -56,14 +62,17 @@ def capacity(log_betas: Sequence[Tensor], documents: Tensor, memory: float, shar
 
     Args:
         log_betas: of each layer, `[H, S]`.
+        printed: whether to add up `relu(S[t] - n M)` instead, as the papers do.
     """
     sums = torch.cat([retained(layer, documents) for layer in log_betas])
     counts = visible(documents).sum(-1)
     num_heads = len(sums) if shared else 1
     if shared:
         sums = sums.sum(0, keepdim=True)
-    most = (num_heads * (counts - memory)).clamp(min=1)
-    excess = functional.relu(sums - num_heads * memory) / most
+    excess = functional.relu(sums - num_heads * memory)
+    if printed:
+        return excess.sum()
+    excess = excess / (num_heads * (counts - memory)).clamp(min=1)
     return excess.sum() / (excess > 0).sum().clamp(min=1)
 
 
@@ -73,7 +82,13 @@ def forward_kl(teacher: Tensor, student: Tensor) -> Tensor:
     return functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
-def losses(frozen: FrozenModel, networks: GateNetworks, prompt: Prompt, memory: float) -> Losses:
+def losses(
+    frozen: FrozenModel,
+    networks: GateNetworks,
+    prompt: Prompt,
+    memory: float,
+    printed: bool = False,
+) -> Losses:
     """Return the losses of a sequence: `(divergence + next_token) / 2 + capacity` is minimised.
 
     `teacher` is the teacher's loss for the next token, `retained` the share of the sequence that
@@ -81,6 +96,8 @@ def losses(frozen: FrozenModel, networks: GateNetworks, prompt: Prompt, memory: 
 
     Args:
         memory: M, tokens for each head.
+        printed: whether to minimise `divergence + next_token + capacity`, each of them summed over
+            the tokens, as the papers do.
     """
     documents = prompt.documents.to(frozen.device)
     targets = prompt.labelled.nonzero()[:, 0]
@@ -101,9 +118,10 @@ def losses(frozen: FrozenModel, networks: GateNetworks, prompt: Prompt, memory: 
         ends = torch.stack([retained(x[:, last], documents[last])[:, -1] for x in log_betas])
     divergence = forward_kl(teacher, student)
     next_token = functional.cross_entropy(student, wanted)
-    excess = capacity(log_betas, documents, memory, networks.shares_memory)
+    excess = capacity(log_betas, documents, memory, networks.shares_memory, printed)
+    quality = divergence + next_token
     return {
-        "loss": (divergence + next_token) / 2 + excess,
+        "loss": quality * len(targets) + excess if printed else quality / 2 + excess,
         "divergence": divergence,
         "next_token": next_token,
         "capacity": excess,
@@ -126,10 +144,14 @@ def fit(
         Stopped: when the time is over.
     """
     training, held_out = examples
+
+    def losses_of(prompt: Prompt) -> Losses:
+        return losses(frozen, networks, prompt, options.memory, options.loss == "paper")
+
     run.descend(
         networks,
         sequences(prompter, training, options.seed),
-        lambda prompt: losses(frozen, networks, prompt, options.memory),
+        losses_of,
         steps=options.steps,
         rate=options.rate,
         accumulate=options.accumulate,
@@ -138,10 +160,7 @@ def fit(
         save=50,
     )
     with torch.no_grad():
-        found = [
-            losses(frozen, networks, prompter.dialogue(example), options.memory)
-            for example in held_out
-        ]
+        found = [losses_of(prompter.dialogue(example)) for example in held_out]
     return {
         title: sum(float(each[name]) / len(found) for each in found)
         for name, title in JUDGED.items()

@@ -43,6 +43,9 @@ MIXES = {
     "elite everywhere": Mix("h2o", "aircache", "recent_tenth", LAYER),
     "competing": Mix("tgv", "adakv", "by_score", HEAD, merge=True),
     "prefix and all": Mix("vv_tt", "prefixkv", "window", HEAD),
+    "text as printed": Mix("tgv", "tgv", "text_first", rows="all_text"),
+    "pyramid of heads": replace(WITHOUT_GATES["adakv"], allocation="ada_pyramid"),
+    "skewed": Mix("aircache", "aircache_skewness", "text_first"),
 }
 EVERYTHING = {**WITHOUT_GATES, **MIXES}
 

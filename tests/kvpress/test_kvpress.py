@@ -424,51 +424,33 @@ def test_a_tenth_of_a_hundred_is_ten(peer: Peer) -> None:
 # -- PyramidKV --------------------------------------------------------------------------------
 
 
-def test_pyramidkv(peer: Peer) -> None:
-    """kvpress keeps its pyramid if the lowest layer has room for the window."""
-    policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv")
-    scores = our_scores(policy, peer.states("pyramidkv"))
-    counts = theirs.sum(dim=-1)
-    assert counts[0, 0] > 30 * counts[-1, 0]
-    assert_same(our_kept(policy, scores, kept_number(theirs)), theirs, peer.scores("pyramidkv"))
+@pytest.mark.parametrize(
+    ("case", "ratio"), [("pyramidkv", 0.52), ("pyramidkv-capped", 0.3), ("pyramidkv-short", 0.6)]
+)
+def test_pyramidkv_keeps_the_window_beside_the_pyramid(peer: Peer, case: str, ratio: float) -> None:
+    """kvpress has it inside, where the last layers may have no room for it.
 
-
-def test_pyramidkv_fills_the_first_layers_up(peer: Peer) -> None:
-    """If a layer's share exceeds the prompt, kvpress flattens the slope, and we fill the layer.
-
-    kvpress bounds the first layer by the prompt without the window, we by the whole prompt.
+    It then treats all layers equally. With as many tokens, the sets are the same.
     """
-    policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv-capped")
-    scores = our_scores(policy, peer.states("pyramidkv-capped"))
-    size, mean = PROMPTS["long"], PROMPTS["long"] * (1 - 0.3)
-    counts = theirs.sum(dim=-1)
-    first = size - WINDOW
-    step = (first - (2 * mean - first)) / (LAYERS - 1)
-    assert counts[:, 0].tolist() == [round(first - layer * step) for layer in range(LAYERS)]
-    ours = our_kept(policy, scores, kept_number(theirs)).sum(dim=-1)
-    assert ours.sum() == counts.sum()
-    assert ours[0].tolist() == [size] * KV_HEADS
-    # Layers that are not full share the rest in proportion to the pyramid.
-    number = ours[:, 0].tolist()
-    share = [2 - 1 / 20 - layer * (2 - 2 / 20) / (LAYERS - 1) for layer in range(LAYERS)]
-    open_layers = [layer for layer in range(LAYERS) if number[layer] < size]
-    rest = sum(number[layer] for layer in open_layers)
-    level = rest / sum(share[layer] for layer in open_layers)
-    for layer in range(LAYERS):
-        assert abs(number[layer] - min(level * share[layer], size)) < 1
-    assert_same(kept_with(policy, scores, counts), theirs, peer.scores("pyramidkv-capped"))
+    policy, theirs = without_pooling("pyramidkv"), peer.kept(case)
+    scores = our_scores(policy, peer.states(case))
+    counts, size = theirs.sum(dim=-1), scores.shape[-1]
 
+    def falling(mean: float, most: float) -> list[float]:
+        first = min(mean * 39 / 20, most)
+        return [first - layer * 2 * (first - mean) / (LAYERS - 1) for layer in range(LAYERS)]
 
-def test_pyramidkv_stays_a_pyramid_for_short_prompts(peer: Peer) -> None:
-    """If the lowest layer has no room for the window, kvpress treats all layers equally."""
-    policy, theirs = without_pooling("pyramidkv"), peer.kept("pyramidkv-short")
-    scores = our_scores(policy, peer.states("pyramidkv-short"))
-    counts = theirs.sum(dim=-1)
-    assert (counts == round(PROMPTS["middle"] * (1 - 0.6))).all()
-    ours = our_kept(policy, scores, int(counts[0, 0])).sum(dim=-1)
-    assert ours.sum() == counts.sum()
-    assert (ours[:-1] > ours[1:]).all()
-    assert_same(kept_with(policy, scores, counts), theirs, peer.scores("pyramidkv-short"))
+    inside = falling(size * (1 - ratio), size - WINDOW)
+    if inside[-1] < WINDOW:
+        inside = [size * (1 - ratio)] * LAYERS
+    for number, wanted in zip(counts[:, 0].tolist(), inside, strict=True):
+        assert abs(number - wanted) <= 1
+    ours = our_kept(policy, scores, kept_number(theirs))
+    assert ours[..., -WINDOW:].all()
+    beside = falling(kept_number(theirs) - WINDOW, size - WINDOW)
+    for number, wanted in zip(ours.sum(dim=-1)[:, 0].tolist(), beside, strict=True):
+        assert abs(number - WINDOW - wanted) < 1
+    assert_same(kept_with(policy, scores, counts), theirs, peer.scores(case))
 
 
 # -- AdaKV ------------------------------------------------------------------------------------

@@ -61,15 +61,26 @@ def hybrid(**fields: Any) -> Double:
     return Double(Setup(**{"block_size": SIZE, "states": 2, "window": 40, **given, **fields}))
 
 
-def test_long_blocks_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_leave_little_choice_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones, and those of which a budget keeps so few that no layer gets more than others."""
     lines: list[str] = []
     warning = lambda message, *values: lines.append(message % values)  # noqa: E731
     monkeypatch.setattr(scheduler.logger, "warning", warning)
-    for size, number in ((256, 0), (528, 1)):
-        hybrid(block_size=size, max_model_len=8 * size)
-        assert len(lines) == number
-    assert "blocks have 528 tokens" in lines[0]
-    assert "--block-size 16" in lines[0]
+    few = "prompts of fewer than {} tokens"
+    for size, fields, wanted in (
+        (256, {"policy": "snapkv"}, []),
+        (528, {"policy": "snapkv"}, ["blocks have 528 tokens", "--block-size 16"]),
+        (16, {"policy": "tgv", "budget": 0.05}, [few.format(640)]),
+        (16, {"policy": "tgv", "budget": 0.05, "floor_pages": 2}, [few.format(960)]),
+        (16, {"policy": "tgv", "budget": 31}, ["in every prompt"]),
+        (16, {"policy": "tgv", "budget": 32}, []),
+        (16, {"policy": "tgv", "budget": 0.05, "floor_pages": 0}, []),
+        (16, {"policy": "tgv", "budget": 0.05, "min_prompt_tokens": 640}, []),
+    ):
+        hybrid(block_size=size, max_model_len=8 * size, eviction=settings(**fields))
+        assert len(lines) == bool(wanted), fields
+        assert all(part in lines[0] for part in wanted)
+        lines.clear()
 
 
 def cached_ends(double: Double, job: Job) -> list[set[int]]:

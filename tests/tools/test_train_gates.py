@@ -36,7 +36,7 @@ from training.data import (
 )
 from training.examples import text_lines
 from training.frozen import FrozenModel
-from training.networks import GateNetworks
+from training.networks import GateNetworks, SharedByHeads, Tying
 from training.run import Run
 from vllm_tgvkv.gates.folder import Gates, read_tensors
 
@@ -87,7 +87,7 @@ def frozen(folder: str, monkeypatch: pytest.MonkeyPatch) -> FrozenModel:
     return FrozenModel.load(folder, "cpu", torch.float64)
 
 
-def small(kind: str, bias: float = 2.0, tied: bool = False) -> GateNetworks:
+def small(kind: str, bias: float = 2.0, tied: Tying = "nothing") -> GateNetworks:
     """Return random gates with betas that differ."""
     config = LlamaConfig(
         hidden_size=HIDDEN, num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS
@@ -95,8 +95,9 @@ def small(kind: str, bias: float = 2.0, tied: bool = False) -> GateNetworks:
     found = GateNetworks(kind, LAYERS, config, 6, bias, tied).double()
     for parameter in found.parameters():
         nn.init.normal_(parameter, std=0.4)
-    for layer in found.linears:
-        layer[-1].bias.data += bias
+    lasts = {layer[-1] for layer in found.linears}
+    for last in lasts:
+        (last.row if isinstance(last, SharedByHeads) else last).bias.data += bias
     return found
 
 
@@ -147,6 +148,10 @@ def test_capacity_by_loops(shared: bool) -> None:
     found = trimkv.capacity(list(betas.log()), documents, memory, shared)
     assert 0 < len(over) < len(every)
     assert float(found) == pytest.approx(sum(over) / len(over), rel=1e-12)
+    printed = trimkv.capacity(list(betas.log()), documents, memory, shared, printed=True)
+    rows = [[sum(x) for x in zip(*sums, strict=True)]] if shared else sums
+    excess = sum(max(0, total - n * memory) for row in rows for total in row)
+    assert float(printed) == pytest.approx(excess, rel=1e-12)
     assert float(trimkv.capacity(list(betas.log()), documents, 50, shared)) == 0
 
 
@@ -205,6 +210,10 @@ def test_the_losses_of_packed_documents(frozen: FrozenModel) -> None:
     assert found["next_token"] == pytest.approx(sum(next_tokens) / len(next_tokens), rel=1e-6)
     total = (found["divergence"] + found["next_token"]) / 2 + found["capacity"]
     assert found["loss"] == pytest.approx(total)
+    printed = {n: float(x) for n, x in trimkv.losses(frozen, gate, prompt, 2, True).items()}
+    assert printed["loss"] == pytest.approx(
+        sum(divergences) + sum(next_tokens) + printed["capacity"], rel=1e-6
+    )
     assert found["divergence"] > 1e-4
     assert found["capacity"] > 0
 
@@ -230,11 +239,11 @@ def test_what_kvzap_predicts(frozen: FrozenModel) -> None:
             assert float(found.scores[layer, place, shared]) == pytest.approx(math.log(most))
 
 
-@pytest.mark.parametrize("method", ["trimkv", "dbtrimkv"])
-def test_the_gradient(method: str, frozen: FrozenModel) -> None:
-    """Along random directions, against differences of the loss; layers of DBTrimKV share a last
-    projection."""
-    tied = method == "dbtrimkv"
+@pytest.mark.parametrize(
+    ("method", "tied"), [("trimkv", "nothing"), ("dbtrimkv", "layers"), ("dbtrimkv", "heads")]
+)
+def test_the_gradient(method: str, tied: Tying, frozen: FrozenModel) -> None:
+    """Along random directions, against differences of the loss; DBTrimKV shares a projection."""
     gate, prompt = small(method, tied=tied), random_prompt(5, 9)
 
     def loss() -> Tensor:
@@ -243,7 +252,15 @@ def test_the_gradient(method: str, frozen: FrozenModel) -> None:
     loss().backward()  # type: ignore[no-untyped-call]
     assert all(x.grad is None for x in frozen.model.parameters())
     parameters = list(gate.parameters())
-    assert len(parameters) == 2 * ((2 if tied else 1) * LAYERS + (1 if tied else LAYERS))
+    assert len(parameters) == 2 * (2 * LAYERS + 1 if method == "dbtrimkv" else 2 * LAYERS)
+    if tied == "heads":  # the paper's gate: one row of weights, one bias, for all heads
+        hidden = torch.randn(4, HIDDEN, dtype=torch.float64)
+        first, second, last = gate.linears[1]
+        assert isinstance(last, SharedByHeads)
+        inside = gate.activate(second(gate.activate(first(hidden))))
+        for head, part in enumerate(inside.split(6 // HEADS, dim=1)):
+            said = torch.sigmoid(part @ last.row.weight[0] + last.row.bias).log()
+            torch.testing.assert_close(gate(1, hidden)[:, head], said)
     for parameter in parameters:
         assert parameter.grad is not None
         direction = torch.randn_like(parameter)
@@ -283,9 +300,10 @@ class Interrupted(Run):
 
 
 COMMANDS = {
-    "trimkv": ["--method", "trimkv", "--steps", "6", "--accumulate", "2"],
-    "dbtrimkv": ["--method", "dbtrimkv", "--steps", "5", "--accumulate", "1"],
-    "dbtrimkv untied": ["--method", "dbtrimkv", "--untied", "--steps", "5", "--accumulate", "1"],
+    "trimkv": ["--method", "trimkv", "--accumulate", "2"],
+    "dbtrimkv": ["--method", "dbtrimkv", "--accumulate", "1"],
+    "dbtrimkv untied": ["--method", "dbtrimkv", "--tied", "nothing", "--accumulate", "1"],
+    "dbtrimkv printed": ["--method", "dbtrimkv", "--tied", "heads", "--loss", "paper"],
     "mlp": ["--method", "kvzap"],
     "linear": ["--method", "kvzap", "--form", "linear"],
 }
@@ -305,6 +323,7 @@ def test_a_training_from_command_to_folder(
     data = lines(tmp_path / "lines.jsonl", 12)
     common = [folder, *COMMANDS[name], "--data", str(data), "--tokens", "90", "--width", "8"]
     common += ["--dtype", "float64", "--memory", "4", "--bias", "3", "--rate", "0.05"]
+    common += ["--steps", "5"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     gates.main([*common, "--output", str(whole)])
     capsys.readouterr()

@@ -69,6 +69,21 @@ def test_retained_blocks_are_the_plain_formula(
     assert 0 <= retained <= num_full
 
 
+@given(
+    num_blocks=st.integers(1, 4),
+    block_size=st.sampled_from([1, 16, 32]),
+    value=st.one_of(st.integers(1, 100).map(lambda n: n / 100), st.integers(2, 200)),
+)
+def test_the_shortest_prompt_that_keeps_some_blocks(
+    num_blocks: int, block_size: int, value: float
+) -> None:
+    budget = Budget.parse(value, "x")
+    prompts = range(1, 401 * block_size)
+    enough = (p for p in prompts if budget.retained_blocks(p, block_size) >= num_blocks)
+    # One block is always kept, also of a budget that is smaller.
+    assert budget.shortest_prompt(num_blocks, block_size) == next(enough, None)
+
+
 def test_a_guard_holds_the_text_and_the_lower_bound() -> None:
     budget = Budget.parse("auto:0.9,min=0.25,max=0.5", "x")
     assert budget.retained_blocks(330, 16) == 9  # 165 tokens, 10 of them in the tail

@@ -64,7 +64,17 @@ SOME = ["several", "at the end", "long"]
 TEXT_ONLY = "text only"
 EVERY_LAYOUT = {**LAYOUTS, TEXT_ONLY: ([], 50)}
 
-HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap", "trimkv_votes")
+HEAD_ONLY = (
+    "adakv",
+    "ada_pyramid",
+    "rkv",
+    "mixkv",
+    "trimkv",
+    "dbtrimkv",
+    "kvzap",
+    "trimkv_next",
+    "trimkv_votes",
+)
 """Methods and parts that are undefined at granularity layer."""
 OWN = [
     (name, granularity)
@@ -73,7 +83,7 @@ OWN = [
     if name != "random" and (name not in HEAD_ONLY or granularity == HEAD)
 ]
 GUARDED = [case for case in OWN if METHODS[case[0]].score in methods.ROWS_OF_SCORE]
-NEEDS_VISION = {"tgv", "vv", "aircache"}
+NEEDS_VISION = {"tgv", "vv", "aircache", "aircache_strength", "aircache_skewness"}
 """Allocations that are undefined for prompts without vision."""
 
 
@@ -336,7 +346,7 @@ def with_granularities(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(x, g) for x in names for g in (LAYER, HEAD) if x not in HEAD_ONLY or g == HEAD]
 
 
-OTHER_ROWS = ["text", "after_vision", "window", "answer", None]
+OTHER_ROWS = ["text", "all_text", "after_vision", "window", "answer", None]
 
 
 @pytest.mark.parametrize(
@@ -416,11 +426,17 @@ def test_mixkv_of_heads_whose_keys_or_values_are_alike(equal: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [[1, 2], [2, 1]])
-@pytest.mark.parametrize("granularity", [LAYER, HEAD])
-def test_sparsemm_in_pipeline_stages(granularity: str, stages: list[int]) -> None:
-    """Each stage goes by the scores of its own layers."""
-    mix, where = replace(METHODS["sparsemm"], granularity=granularity), layout_of("long")
-    settings = Settings(24, BLOCK_SIZE, head_scores=SCORES_OF_HEADS, sinks=2)
+@pytest.mark.parametrize(
+    ("allocation", "granularity"),
+    with_granularities(["sparsemm", "pyramid", "ada_pyramid"]),
+)
+def test_allocations_by_depth_in_pipeline_stages(
+    allocation: str, granularity: str, stages: list[int]
+) -> None:
+    """Each stage goes by the scores, or the place in the model, of its own layers."""
+    mix = replace(METHODS["snapkv"], allocation=allocation, granularity=granularity)
+    where, settings = layout_of("long"), Settings(56, BLOCK_SIZE, sinks=2)
+    settings = replace(settings, head_scores=SCORES_OF_HEADS)
     inputs = draw(where, stable(mix, where, [settings]))
     wanted = methods.select(mix, inputs.attention, where, HEADS, settings, stages=stages)
     seen = look(policy := policy_of(mix), inputs, where, settings)
@@ -520,7 +536,7 @@ def test_free_mixes_of_parts(allocation: str, retain: str) -> None:
             # layouts whose runs, rows and columns are at least as long as the kernel.
             kernel, where = 3, random.choice(["one", "at the start"])
         score = random.choice(list(methods.SCORES))
-        if allocation in ("prefixkv", "aircache") and SCORES[score]().is_signed:
+        if ALLOCATIONS[allocation].adds_scores and SCORES[score]().is_signed:
             score = "tgv"
         mix = methods.Mix(
             score=score,

@@ -213,7 +213,7 @@ def test_any_placeholders_are_mapped_or_marked_malformed(
     if not prompt.is_well_formed:
         return
     assert covered == vision_positions(prompt)
-    found = voters(prompt, ("text", "after_vision", "window"), window)
+    found = voters(prompt, ("text", "all_text", "after_vision", "window"), window)
     for rows in found.sets.values():
         assert len(rows)
         assert (np.diff(rows) > 0).all()
@@ -226,6 +226,9 @@ def test_tokens_of_the_answer_vote_in_every_set() -> None:
     prompt = map_prompt(60, [feature(2, 4), feature(8, 16)])
     kinds = ("text", "after_vision", "window", "answer", "all")
     found, without = voters(prompt, kinds, 40, 3), voters(prompt, kinds[:3], 40)
+    everywhere = voters(prompt, ("all_text",), 39, 3)
+    assert everywhere.sets["all_text"].tolist() == [1, 6, 7, *range(24, 63)]
+    assert everywhere.last_cached == 1
     starts = {"text": [6, 7, 24], "after_vision": [24], "window": [28]}
     for kind, (*first, last) in starts.items():
         assert without.sets[kind].tolist() == [*first, *range(last, 60)]  # type: ignore[index]

@@ -78,13 +78,34 @@ class StrengthAndSkewnessAllocation(Allocation):
 
     def shares(self, layers: AllLayers) -> Tensor:
         totals = layers.strengths.sum(dim=(0, 1))
-        strength, skewness = (layers.strengths / totals).unbind(-1)
-        # If no layer is skewed, only the strength counts.
-        part = torch.where(totals[1] > 0, (strength + skewness) / 2, strength)
+        part = self._part(*(layers.strengths / totals).unbind(-1))
         prompt = layers.prompt
         num_text = (~prompt.is_vision[: prompt.num_candidates]).sum()
         for_vision = (layers.num_kept - num_text).clamp(min=0)
         return num_text + part * part.numel() * for_vision
+
+    def _part(self, strength: Tensor, skewness: Tensor) -> Tensor:
+        """Return each set's fraction of the vision tokens, `[L, S]`, from two such fractions.
+
+        If no layer is skewed, the second are NaN, and only the strength counts.
+        """
+        return torch.where(skewness.isnan(), strength, (strength + skewness) / 2)
+
+
+@ALLOCATIONS.register("aircache_strength")
+class StrengthAllocation(StrengthAndSkewnessAllocation):
+    """The paper's ablation: the vision tokens by strength alone."""
+
+    def _part(self, strength: Tensor, skewness: Tensor) -> Tensor:
+        return strength
+
+
+@ALLOCATIONS.register("aircache_skewness")
+class SkewnessAllocation(StrengthAndSkewnessAllocation):
+    """The paper's ablation: the vision tokens by skewness alone; equal if no layer is skewed."""
+
+    def _part(self, strength: Tensor, skewness: Tensor) -> Tensor:
+        return skewness
 
 
 POLICIES.add("aircache", Recipe("aircache", "aircache", "text_first"))

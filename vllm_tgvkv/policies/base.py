@@ -29,7 +29,14 @@ Granularity = Literal["layer", "head"]
 Reduction = Literal["mean", "max"]
 """How a score turns the rows' attention to a token into one number; `mean` ranks as the sum."""
 
-FEW_ROWS: tuple[RowSet, ...] = ("text", "after_vision", "window", "answer", "latest")
+FEW_ROWS: tuple[RowSet, ...] = (
+    "text",
+    "all_text",
+    "after_vision",
+    "window",
+    "answer",
+    "latest",
+)
 """Row sets whose attention is recomputed row by row."""
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TGV-KV: text-vision budgeting (TVB), text-weighted ranking (TWR), text-prioritised retention.
 
-All sums run over the observation rows O, the text positions after the first vision token.
-Retention (TPR) is `text_first`.
+All sums run over the observation rows O, the text positions after the first vision token; with
+`rows: all_text`, the score's run over all text, as printed. Retention (TPR) is `text_first`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class TgvScore(Score):
         w[j] = sum_{i in O, i >= j} A[i, j] / (|O| - rank(j) + 1),   rank(j) = 1 .. |O|
 
     A vision token's score is its weighted column sum, `s[j] = sum_{i in O} w[i] A[i, j]`; a text
-    token's score is its plain one, `s[j] = sum_{i in O, i >= j} A[i, j]`. The paper sums text
-    over all text rows i >= j. Here the sum runs over the rows of O, **a choice**: a prefix-cache
-    hit, which computes no queries, then changes nothing if it ends before the first of these rows.
+    token's score is its plain one, `s[j] = sum_{i in O, i >= j} A[i, j]`. The paper sums over all
+    text rows. Those before the first vision token do not see vision, so they add only to the scores
+    of text before it, which rank only where a budget cannot hold all text. They are not in O, **a
+    choice**: a prefix-cache hit, which computes no queries, then changes nothing if it ends before
+    the first of these rows. With `rows: all_text` they vote too.
 
     The two scales differ, which matters only to a retention that mixes text and vision.
     """

@@ -36,9 +36,9 @@ _LEAST, _MOST = -1e30, -float(torch.finfo(torch.float32).tiny)
 class RetentionScore(Score):
     """`s[j] = log(mean of beta[j] ** (P - j + m) over m = 0 .. n - 1)`, the retention to come.
 
-    beta is the gate's output for token j, P - j its age, 1 for the newest token, and n the setting
-    `lookahead`. The papers add up where the mean is taken here, which ranks the same. Their code
-    counts ages from 2, or 3 with n > 1; the setting `age_offset` does so.
+    beta is the gate's output for token j, P - j its age, 1 for the newest token, and n is 2. The
+    papers add up where the mean is taken here, which ranks the same. Their code counts ages from 2,
+    or 3 with n > 1; `Gates` can say so.
     """
 
     rows: RowSet = "none"
@@ -47,10 +47,13 @@ class RetentionScore(Score):
     granularities = ("head",)
     is_signed = True
     gates = "trimkv"
+    lookahead: ClassVar[int | None] = None
+    """n; None for that of the gates."""
 
     def __call__(self, view: LayerView) -> Tensor:
         assert self.gates_in_use is not None, "build_policy gives them"
-        lookahead, age_offset = self.gates_in_use.lookahead, self.gates_in_use.age_offset
+        lookahead = self.lookahead or self.gates_in_use.lookahead
+        age_offset = self.gates_in_use.age_offset
         log_betas = view.gates.double().clamp_(_LEAST, _MOST)
         num_tokens = view.prompt.num_tokens
         ages = torch.arange(num_tokens, 0, -1, device=log_betas.device) + age_offset
@@ -60,6 +63,13 @@ class RetentionScore(Score):
             mean = (log_betas * lookahead).expm1_().div_(log_betas.expm1_()).div_(lookahead)
             scores += mean.log_()
         return scores.float()
+
+
+@SCORES.register("trimkv_next")
+class NextRetentionScore(RetentionScore):
+    """The score `trimkv` with n = 1, the retention at the next token: TrimKV's own paper has it."""
+
+    lookahead = 1
 
 
 @SCORES.register("trimkv_votes")

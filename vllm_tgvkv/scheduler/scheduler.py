@@ -26,6 +26,7 @@ from vllm_tgvkv.blocks.manager import connect_managers, record_freed_and_new, un
 from vllm_tgvkv.config.defaults import Defaults
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import CONFIG_KEY, config_of
+from vllm_tgvkv.policies.uniform import UniformAllocation
 from vllm_tgvkv.scheduler.candidate import Candidate, make_candidate
 from vllm_tgvkv.scheduler.chunks import ChunkLimits
 from vllm_tgvkv.scheduler.handovers import Handovers
@@ -92,8 +93,7 @@ class EvictionScheduler(Scheduler):
         if self.tokens_per_block > _LONG_BLOCK:
             logger.warning(
                 "KV eviction: this model's blocks have %d tokens, and every layer and head keeps "
-                "%d tokens or more. Where a prompt keeps less than twice as many, all heads keep "
-                "about the same number; --block-size 16 lets them differ",
+                "%d tokens or more; --block-size 16 lets it keep less",
                 self.tokens_per_block,
                 config.least_ceiling(self.tokens_per_block),
             )
@@ -141,6 +141,21 @@ class EvictionScheduler(Scheduler):
         self._forgotten: list[str] = []
         """Requests whose observation the worker may drop."""
         budget, defer = config.first_eviction(config.policy)
+        policy = config.build_policy(config.policy)
+        shortest = budget.shortest_prompt(config.floor_pages + 1, self.tokens_per_block)
+        divides = not isinstance(policy.allocation, UniformAllocation)
+        evicted = max(config.min_prompt_tokens, budget.tokens or 0)
+        if divides and (shortest is None or shortest > evicted):
+            logger.warning(
+                "KV eviction: %s gives every layer and head the same number of tokens in %s, where "
+                "a budget of %s keeps no more blocks of %d tokens than floor_pages (%d); give a "
+                "larger budget or a smaller --block-size if they are to differ",
+                config.policy,
+                f"prompts of fewer than {shortest} tokens" if shortest else "every prompt",
+                budget,
+                self.tokens_per_block,
+                config.floor_pages,
+            )
         is_late = config.when == "pressure"
         logger.info(
             "KV eviction: policy %s, budget %s, %s, granularity %s; pages of %d tokens, pool of %d "
@@ -148,7 +163,7 @@ class EvictionScheduler(Scheduler):
             config.policy,
             budget,
             "when memory is short" if is_late else f"after {defer} tokens of the answer",
-            config.build_policy(config.policy).granularity,
+            policy.granularity,
             self.tokens_per_block,
             self.manager.block_pool.num_gpu_blocks - 1,  # without the null block
             self.pages_per_block,

@@ -102,6 +102,17 @@ class Budget:
         allowance = (self.fraction or 0) * num_prompt_tokens
         return _blocks_within(allowance, num_prompt_tokens, block_size)
 
+    def shortest_prompt(self, num_blocks: int, block_size: int) -> int | None:
+        """Return the tokens of the shortest prompt that keeps so many blocks; None if none does."""
+        if num_blocks == 1:
+            return block_size  # also of a smaller budget
+        if self.tokens is not None:
+            return num_blocks * block_size if num_blocks * block_size <= self.tokens else None
+        # A tail takes more of the budget than it adds, so it is a prompt of full blocks.
+        first = int(num_blocks / (self.fraction or 1))
+        prompts = (max(first + more, num_blocks) * block_size for more in range(3))
+        return next(p for p in prompts if self.retained_blocks(p, block_size) >= num_blocks)
+
     def stages(
         self,
         shares: Sequence[float],

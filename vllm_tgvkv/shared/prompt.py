@@ -22,14 +22,14 @@ VISION_MODALITIES = frozenset({"image", "video"})
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
 
-RowSet = Literal["none", "text", "after_vision", "window", "all", "answer", "latest"]
+RowSet = Literal["none", "text", "all_text", "after_vision", "window", "all", "answer", "latest"]
 """Tokens whose queries vote, see `voters`:
 
-`text` is the text after the first vision token, `after_vision` the text after the last one (at
-most the last `observation_window` tokens of either), `window` the last tokens of the prompt, `all`
-every token, and `none` no token, for scores that use no attention. Where eviction waits for the
-first tokens of the answer, these vote in each of the sets but `none`; `answer` is only these, and
-`latest` as well, or `window` if there are none.
+`text` is the text after the first vision token, `after_vision` the text after the last one, and
+`all_text` all text (at most the last `observation_window` tokens of each), `window` the last tokens
+of the prompt, `all` every token, and `none` no token, for scores that use no attention. Where
+eviction waits for the first tokens of the answer, these vote in each of the sets but `none`;
+`answer` is only these, and `latest` as well, or `window` if there are none.
 """
 
 WINDOW = 32
@@ -144,8 +144,8 @@ def voters(
 ) -> Voters:
     """Return the positions of the given row sets, with `num_answer` tokens of the answer.
 
-    Without text after vision, `text` and `after_vision` hold the last position; without vision, the
-    last `observation_window` positions.
+    Without text after vision, `text` and `after_vision` hold the last position, as `all_text` does
+    without any text; without vision, all three hold the last `observation_window` positions.
 
     Raises:
         ValueError: for the row set `answer` without tokens of the answer.
@@ -170,7 +170,7 @@ def _rows(prompt: PromptMap, kind: RowSet, observation_window: int) -> np.ndarra
     if kind in ("window", "latest"):
         return np.arange(max(prompt.num_tokens - WINDOW, 0), prompt.num_tokens)
     first = 0
-    if prompt.has_vision:
+    if prompt.has_vision and kind != "all_text":
         first, last = prompt.vision[0].start, prompt.vision[-1]
         if kind == "after_vision":
             first = last.start + last.length

@@ -22,7 +22,6 @@ from vllm_tgvkv.fleet.gpus import GPUS, Gpu, parse_gpu
 from vllm_tgvkv.fleet.mix import Prompt, mean, parse_mix
 from vllm_tgvkv.fleet.model import Model, read_model
 from vllm_tgvkv.fleet.report import Plan, lines, verdict
-from vllm_tgvkv.fleet.scale import burdens
 from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError
@@ -115,7 +114,7 @@ def test_more_of_anything_is_no_loss(eviction: Eviction | None) -> None:
 
 
 def plan(server: Server, mix: tuple[Prompt, ...], eviction: Eviction, **fields: Any) -> Plan:
-    model = Model("M", [FULL], 16, 10**9, 1, 1.0, 1, 8, 10**5, pixels_per_token=1024)
+    model = Model("M", [FULL], 16, 10**9, 1, 1.0, 1, 8, 10**5)
     return Plan(
         **{
             "model": model,
@@ -168,25 +167,12 @@ def test_gpus_and_dollars_by_hand() -> None:
     assert mean((Prompt(8, 0.5, 1, 3), Prompt(4, 1, 1, 1)), lambda each: each.num_visual) == 4
 
 
-def test_shared_parts_by_hand() -> None:
-    found = {each.name: each for each in burdens(2.0, 50.0, 1e6, 1)}
-    images = found["Gb/s of images, in base64"]
-    # Two megapixels a second are 4/3 x 500,000 bytes in base64.
-    assert images.values == ("0.053", "0.53", "5.3")
-    assert images.enough == pytest.approx(100 / (2e6 * 0.25 * 4 / 3 * 8 / 1e9))
-    assert found["CPU cores that prepare images"].values == ("0.4", "4", "40")
-    assert found["requests between two views of queues"].enough == 25
-    assert found["time series in Prometheus"].values[2] == "560,000"
-    assert not any("images" in each.name for each in burdens(2.0, 50.0, None, 1))
-
-
 def test_the_report_says_where_figures_come_from() -> None:
     text = "\n".join(lines(plan(SERVER, MIX, FIFTH, rate=100.0, most_gpus=4)))
     for said in ("Published: ", "Step costs: given", "Assumed: ", "Not known here: "):
         assert said in text
     assert "No replica of several GPUs has run" in text
     assert re.search(r"^limit +memory for caches", text, re.MULTILINE)
-    assert re.search(r"^1,000 replicas: the same", text, re.MULTILINE)
 
 
 def test_values_are_read() -> None:
@@ -266,13 +252,11 @@ def test_the_command_reads_a_configuration(
     )
     assert model.read_bytes == pytest.approx(2 * (num_values - embedding), rel=1e-3)
     assert model.query_width == 4 * 32
-    assert model.pixels_per_token == 28 * 28
 
     arguments = [str(folder), "--gpu", "l4", "--mix"]
     assert main([*arguments, "1000,0.5,20", "--rate", "10"]) == 0
     found = capsys.readouterr().out
     assert found.startswith("Qwen3_5MoeForConditionalGeneration, one GPU (l4) for each replica")
-    assert "Gb/s of images" in found
     for wrong, message in (
         (["1000,0.5,20", "--tensor-parallel-size", "3"], "is 3, and the model has 2 KV heads"),
         (["8192,0.5,20"], "--mix has 8192 + 20 tokens, and the model's context is 8192"),

@@ -36,8 +36,6 @@ class Model:
     """Weights outside the language model."""
     patches_per_token: int = 1
     """Patches in the vision tower for each visual token."""
-    pixels_per_token: int | None = None
-    """Pixels of an image for each visual token; None if the configuration does not say it."""
     refusals: Sequence[str] = ()
     """Why eviction does not serve it."""
 
@@ -64,7 +62,6 @@ def read_model(name: str, **given: Any) -> Model:
     read = sum(num_bytes.values()) - (num_bytes[embedding] if num_bytes[head] else 0)
     all_values, all_bytes = (sum(sizes.values()) for sizes in _sizes(built))
     merge = int(getattr(vision, "spatial_merge_size", 1) or 1)
-    patch = getattr(vision, "patch_size", None)
     return Model(
         architecture=model.architecture,
         kinds=layer_kinds(specs, vllm_config),
@@ -78,7 +75,6 @@ def read_model(name: str, **given: Any) -> Model:
         context=model.max_model_len,
         vision_values=all_values - sum(values.values()),
         patches_per_token=merge**2,
-        pixels_per_token=(patch * merge) ** 2 if isinstance(patch, int) else None,
         refusals=refused_properties(model),
     )
 

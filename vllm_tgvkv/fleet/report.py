@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_tgvkv.fleet.capacity import LIMITS, Capacity, Eviction, Server
 from vllm_tgvkv.fleet.gpus import Gpu
-from vllm_tgvkv.fleet.mix import Mix, mean
+from vllm_tgvkv.fleet.mix import Mix
 from vllm_tgvkv.fleet.model import Model
-from vllm_tgvkv.fleet.scale import SIZES, Burden, burdens
 
 _SAME = 0.02
 """A difference that means nothing, as a share."""
@@ -86,8 +85,6 @@ def lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield verdict(plan)
     yield ""
-    yield from _scale(plan)
-    yield ""
     yield from _origins(plan)
 
 
@@ -129,54 +126,19 @@ def _table(plan: Plan) -> Iterator[str]:
         yield f"{name:36}" + "".join(f"{value:>22}" for value in values)
 
 
-def _scale(plan: Plan) -> Iterator[str]:
-    arm, per_token = plan.evicted, plan.model.pixels_per_token
-    visual = mean(plan.mix, lambda each: each.num_visual)
-    pixels = None if per_token is None else visual * per_token
-    spare = arm.held * (1 - plan.load)
-    found = list(burdens(arm.rate * plan.load, spare, pixels, plan.num_gpus))
-    sizes = "".join(f"{size:>9,}" for size in SIZES)
-    yield f"{'replicas, with eviction':38}{sizes}   one part is enough"
-    for each in found:
-        values = "".join(f"{value:>9}" for value in each.values)
-        yield f"{each.name:38}{values}   {_enough(each)}".rstrip()
-    last = ""
-    for size in SIZES:
-        limits = _first_limit(found, size)
-        yield f"{size:,} replicas: {'the same' if limits == last else limits}."
-        last = limits
-
-
-def _enough(burden: Burden) -> str:
-    if burden.enough is None:
-        return ""
-    if math.isinf(burden.enough):
-        return "always"
-    return f"up to {burden.enough:,.0f}" if burden.enough >= 1 else "for none"
-
-
-def _first_limit(found: Sequence[Burden], size: int) -> str:
-    short = [each for each in found if each.enough is not None and each.enough < size]
-    if not short:
-        return "no shared part is a limit"
-    return "; ".join(f"{each.name} ({each.way_out})" for each in short)
-
-
 def _origins(plan: Plan) -> Iterator[str]:
     yield f"Published: memory, bandwidth and operations of the GPU ({plan.gpu.source})."
     yield f"Step costs: {plan.server.costs.source}."
     yield (
         f"Assumed: {plan.price:g} dollars for a GPU's hour, {100 * plan.load:g} % of the capacity "
         f"used, an eviction takes {100 * plan.eviction.cost:g} % of its prompt's prefill (measured "
-        "on CPU), memory outside the pool, and what shared parts can carry (docs/fleet.md)."
+        "on CPU), and memory outside the pool."
     )
     yield (
         "Not known here: whether answers stay right; your load, its peaks and shared prefixes; "
         "time to the first token; preemptions; how fast a GPU reads caches of unequal "
-        "heads; what GPUs of a replica exchange."
+        "heads; what GPUs of a replica exchange; parts that replicas share."
     )
-    if plan.model.pixels_per_token is None:
-        yield "Not known here either: pixels of a visual token, so nothing about images."
     if plan.model.refusals:
         yield f"--kv-eviction does not serve this model yet: {'; '.join(plan.model.refusals)}."
     if plan.num_gpus > 1:

@@ -23,6 +23,7 @@ from measure.document import (
 )
 from measure.statistics import LEVEL, Estimate, wilson
 
+
 def write_report(field: Field, results: Mapping[str, PartResult], folder: Path) -> None:
     """Write `README.md`, and a picture for each part that has one."""
     folder.mkdir(parents=True, exist_ok=True)

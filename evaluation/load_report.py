@@ -78,7 +78,9 @@ def _part(name: str, result: LoadResult) -> Iterator[Block]:
     )
     if note := facts.get("note"):
         yield Text(note)
-    yield Code("\n".join(f"{arm}: {command}" for arm, command in facts["commands"].items()))
+    first, *others = facts["commands"].items()
+    lines = [f"{arm}: {command.replace(first[1], '(the same)')}" for arm, command in others]
+    yield Code("\n".join((": ".join(first), *lines)))
 
 
 def _answers(points: Sequence[Summary], letters: Mapping[str, str]) -> Table:

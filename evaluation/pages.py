@@ -175,7 +175,10 @@ PARTS = {
             for pair in paired(first, crossed((other,), BUDGETS[:2]))
         ),
     ),
-    "recall": texts.recalled(FORCED),
+    "recall": replace(
+        texts.recalled(FORCED),
+        text="[As in texts](../text/README.md#answers-that-read-from-several-places).",
+    ),
     "summaries": texts.summaries(
         "Text and vision have a summary each.", ((TASKS[1], 10),), ("tgv", "snapkv", DEFAULT)
     ),

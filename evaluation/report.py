@@ -21,34 +21,14 @@ from measure.document import (
     percent,
     write_markdown,
 )
-from measure.statistics import LEVEL, RESAMPLES, SEED, Estimate, wilson
-from measure.text_tasks import FRESH, PASSAGE_TOKENS, TRAINING
-
-READING = f"""\
-- **Questions.** A seven-digit number, or one of several, is hidden in repeated noise sentences or
-  in prose (the documentation of Python's language), in the words of RULER's needle tasks. A passage
-  is a new sentence of {PASSAGE_TOKENS[0]} to {PASSAGE_TOKENS[1]} tokens that is to be repeated word
-  for word. The prompt ends with the beginning of the answer. Decoding is greedy. Questions from
-  {TRAINING} on are for **training**, on which choices are made; the **test** questions before them
-  are only reported on, and those from {FRESH} on (**fresh**) were asked of choices that were made
-  after the others' results were known.
-- **Right** is an answer that is right to the last character. Only questions that the full cache
-  answers right count, if nothing else is said: 9/10 is nine of ten of these. **Before a mistake**
-  is the share of an answer that comes before its first mistake, or of a list that is named.
-- **Held** is the share of the prompt's KV blocks after the eviction. **While decoding** is what a
-  request holds in a step, in blocks, as a share of what the full cache would hold, mean over the
-  steps of the right answer: an arm that waits (`defer`) holds all until then.
-- **Intervals** are 95 %: Wilson's for shares of answers, percentiles of {RESAMPLES} bootstrap
-  resamples (seed {SEED}) for differences.
-- **Comparisons** were chosen before the run. They are paired, on the same questions: McNemar's
-  exact test, corrected by Holm's method over all comparisons of a part. Those with a corrected p
-  below {LEVEL:g} are in a table; all are in [{FILE}]({FILE}), with the intervals of each task."""
+from measure.statistics import LEVEL, Estimate, wilson
 
 
 def write_report(field: Field, results: Mapping[str, PartResult], folder: Path) -> None:
     """Write `README.md`, and a picture for each part that has one."""
     folder.mkdir(parents=True, exist_ok=True)
-    blocks: list[Block] = [Text(field.introduction), Heading("How to read it"), Text(READING)]
+    reading = "[How to read the figures](../README.md#how-to-read-the-figures)."
+    blocks: list[Block] = [Text(field.introduction), Text(reading)]
     for name, result in results.items():
         part = field.parts[name]
         blocks += [Heading(part.title), Text(part.text)]
@@ -157,7 +137,6 @@ def _comparison_table(claims: Sequence[Comparison]) -> Table:
         [
             f"`{claim.first}`",
             f"`{claim.second}`",
-            "all",
             str(claim.questions),
             _points(claim.difference),
             f"{claim.first_only}:{claim.second_only}",
@@ -165,7 +144,7 @@ def _comparison_table(claims: Sequence[Comparison]) -> Table:
         ]
         for claim in claims
     ]
-    header = ["first", "second", "task", "questions", "difference", "only one right", "p, Holm"]
+    header = ["first", "second", "questions", "difference", "only one right", "p, Holm"]
     return Table(header, rows)
 
 

@@ -225,9 +225,7 @@ def test_panels_and_pages_have_every_metric_reason_and_alert() -> None:
     ]
     names = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert names == [*SKIP_REASONS, *(rule["alert"] for rule in RULES)]
-    text = (ROOT / "docs/dashboard/README.md").read_text()
-    titles = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
-    assert [title for title in titles if title != "panel"] == [panel["title"] for panel in PANELS]
+    assert all(panel["description"] for panel in PANELS)
 
 
 # Alerts

@@ -132,6 +132,7 @@ class _Weighted:
         for place, shift in enumerate(self._shifts):
             moved, out = best[:, pad - shift : end - shift], spare[:, pad:]
             torch.mul(moved, self._weights[place], out=out)
+            out.masked_fill_(self._weights[place] == 0, 0)  # 0 times NaN is NaN
             torch.maximum(out, best[:, pad:], out=out)
             best, spare = spare, best
         return torch.maximum(best[:, pad:], self._behind(scores))

@@ -18,7 +18,7 @@ BYTES_PER_PROGRAM = 8192
 """Total size of a program's tokens: with 128 threads, four accesses of 16 bytes are in flight."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["new_blocks"])
 def _copy_kernel(
     pool,
     sources,

@@ -76,7 +76,10 @@ def _lengths_kernel(
     tl.store(lengths + layer * layer_stride + row * row_stride + head, length, mask=exists)
 
 
-@triton.jit(do_not_specialize=["first_layer", "num_rows", "width"])
+@triton.jit(
+    do_not_specialize=["first_layer", "num_rows", "width"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens"],
+)
 def _page_tables_kernel(
     block_table,
     seq_lens,

@@ -20,7 +20,10 @@ from vllm_tgvkv.kernels.gpu.compile import Variant, launches
 _TILE = 512
 
 
-@triton.jit(do_not_specialize=["num_tokens", "forward", "back"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "forward", "back"],
+    do_not_specialize_on_alignment=["first", "last"],
+)
 def _pool_kernel(
     scores,
     first,

@@ -159,8 +159,8 @@ def _thresholds_kernel(
 @triton.jit(do_not_specialize=["num_keys", "shift"])
 def _count_kernel(keys, prefixes, bins, num_keys, shift, TILE: tl.constexpr):
     """Count the values of a digit in a tile of a row, of keys that begin with its prefix."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exists = place < num_keys
     key = tl.load(keys + row * num_keys + place, mask=exists, other=0) >> shift
     agrees = exists & ((key >> 8) == tl.load(prefixes + row))
@@ -222,7 +222,7 @@ def thresholds(keys: Tensor, wanted: Tensor, num_bits: int) -> Tensor:
     if keys.shape[-1] > _LONG_ROW:
         found, left, num_rows = torch.zeros_like(wanted), wanted.clone(), wanted.numel()
         bins = torch.zeros(num_rows, 256, dtype=torch.int32, device=keys.device)
-        grid = (num_rows, triton.cdiv(keys.shape[-1], _TILE))
+        grid = (triton.cdiv(keys.shape[-1], _TILE), num_rows)
         for shift in range(8 * (num_digits - 1), -1, -8):
             _count_kernel[grid](keys, found, bins, keys.shape[-1], shift, TILE=_TILE)
             _narrow_kernel[(num_rows,)](bins, wanted, left, found, above_all)

@@ -38,8 +38,7 @@ def test_windows_of_any_width(
     scores = generator.standard_normal((num_sets, num_tokens)).astype(np.float32)
     if reduce == "max":
         scores[generator.random(scores.shape) < 0.1] = -np.inf
-    if halve is None:
-        scores[generator.random(scores.shape) < 0.01] = np.nan
+    scores[generator.random(scores.shape) < 0.01] = np.nan
     pool = window_pooling(first, last, reduce, halve, torch.device(kernels))
     found = pool(torch.from_numpy(scores).to(kernels))
     values, expected = scores.astype(np.float64), np.empty(scores.shape)

@@ -381,6 +381,9 @@ class WorkerDouble:
         evicted = {e.request_id for e in plan.evictions}
         self.num_cut_together = max(self.num_cut_together, len(evicted))
         cut_tokens = sum(self._weight(e) * e.observed.num_tokens for e in plan.evictions)
+        # Scores take the place of column sums, which exist from a request's first chunk on.
+        for name in self.num_summed.keys() - evicted:
+            cut_tokens += min(self.planned[name])
         assert cut_tokens <= self.most_cut_tokens, "scores need more memory than is set aside"
         for name in output.num_scheduled_tokens:
             due = self.rows[name].num_computed in self.planned.get(name, ())

@@ -9,6 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_tgvkv.blocks.manager import EvictingManager
 from vllm_tgvkv.scheduler.candidate import Candidate
 from vllm_tgvkv.scheduler.query_rows import QueryRows
+from vllm_tgvkv.shared.cuts import Cut
 
 
 class ChunkLimits:
@@ -24,9 +25,9 @@ class ChunkLimits:
         """Make the limits of a scheduler.
 
         Args:
-            most_cut_tokens: tokens of all requests together that are evicted in one step, which
-                bounds the memory of their scores (`worker/memory.py`). One more request waits for
-                the next step.
+            most_cut_tokens: tokens of all requests together that are evicted in one step or have
+                column sums, where their scores will be, which bounds the memory of both
+                (`worker/memory.py`). One more request waits.
             state_interval: tokens between two states that the prefix cache may hold; None if it
                 holds none.
         """
@@ -35,11 +36,27 @@ class ChunkLimits:
         self._most_cut_tokens = most_cut_tokens
         self._state_interval = state_interval
         self._num_cut_tokens = 0
+        """Tokens of this step's evictions, but for requests with column sums."""
+        self._summed: dict[str, int] = {}
+        """Tokens of requests whose column sums the worker has, from their first chunk on."""
+        self._was_cut: list[str] = []
+        """Requests among these whose sums are gone at the end of this step."""
+        self._cut_waits = False
+        """Whether an eviction has to wait in this step; `_waited` is the last one's. No request
+        begins to sum then."""
+        self._waited = False
         self._queue_waits = False
         """Whether a request that is not admitted yet has to wait in this step."""
 
     def begin_step(self) -> None:
-        self._num_cut_tokens, self._queue_waits = 0, False
+        for request_id in self._was_cut:
+            self.forget(request_id)
+        self._was_cut, self._waited = [], self._cut_waits
+        self._num_cut_tokens, self._queue_waits, self._cut_waits = 0, False, False
+
+    def forget(self, request_id: str) -> None:
+        """Take back the memory of a request's column sums: it was evicted, preempted or ended."""
+        self._summed.pop(request_id, None)
 
     def limit(self, request: Request, candidate: Candidate | None, start: int, num_new: int) -> int:
         """Return the tokens of a chunk from `start`, at most `num_new`.
@@ -79,12 +96,34 @@ class ChunkLimits:
                 return 0
         if not self._manager.may_take(request, end):
             return 0
-        if candidate is not None and candidate.cut is not None and end == candidate.cut.at:
-            num_cut = end * candidate.weight
-            if self._num_cut_tokens and self._num_cut_tokens + num_cut > self._most_cut_tokens:
-                return 0
-            self._num_cut_tokens += num_cut
-        return end - start
+        if candidate is not None and candidate.cut is not None:
+            end *= self._has_memory(request.request_id, candidate, candidate.cut, start, end)
+        return max(end - start, 0)
+
+    def _has_memory(
+        self, request_id: str, candidate: Candidate, cut: Cut, start: int, end: int
+    ) -> bool:
+        """Return whether there is memory for a chunk's column sums, or for the cut after it.
+
+        Sums take the memory of the cut that they are for, so a request that has some never waits.
+        """
+        is_summed = candidate.voters_of_cut.every_row
+        if request_id not in self._summed and (is_summed or end == cut.at):
+            num_tokens, num_others = cut.at * candidate.weight, sum(self._summed.values())
+            num_others += self._num_cut_tokens
+            is_full = num_others > 0 and num_others + num_tokens > self._most_cut_tokens
+            if is_summed:
+                if start == 0 and (is_full or self._cut_waits or self._waited):
+                    return False
+                self._summed[request_id] = num_tokens
+            elif is_full:
+                self._cut_waits = True
+                return False
+            else:
+                self._num_cut_tokens += num_tokens
+        if end == cut.at and is_summed:
+            self._was_cut.append(request_id)
+        return True
 
     def _end_of_chunk(
         self, request: Request, candidate: Candidate, next_at: int, start: int, end: int

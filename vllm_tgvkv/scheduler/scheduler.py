@@ -487,6 +487,7 @@ class EvictionScheduler(Scheduler):
         super()._preempt_request(request, *args, **kwargs)
         if candidate is not None:
             self._forgotten.append(request.request_id)
+            self._chunk_limits.forget(request.request_id)
             self.query_rows.give_back([request.request_id])
             self.pressure.undo(request.request_id)
             self.recalls.end(request.request_id)
@@ -507,6 +508,7 @@ class EvictionScheduler(Scheduler):
             self.pressure.end(request.request_id)
             self.recalls.end(request.request_id)
             self._forgotten.append(request.request_id)
+            self._chunk_limits.forget(request.request_id)
             self.query_rows.give_back([request.request_id])
             if request.request_id not in self.requests:
                 self.manager.forget(request.request_id)

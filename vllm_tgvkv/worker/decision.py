@@ -25,8 +25,8 @@ from vllm_tgvkv.kernels.select import (
 from vllm_tgvkv.policies import AllLayers, Depth, Policy, Prompt
 from vllm_tgvkv.shared.budget import Guard
 
-_PAGES_AT_ONCE = 1 << 20
-"""Pages whose vision tokens are counted at a time."""
+_TOKENS_AT_ONCE = 1 << 22
+"""Kept tokens that are looked up at a time, to count those of images."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Decision:
 
     def count_vision(self, is_vision: Tensor) -> Tensor:
         """Return the vision tokens in all pages that hold tokens, int64; `is_vision` is `[P]`."""
-        in_page = torch.cat(
-            [
-                # An index of int64 would take more memory than the positions.
-                is_vision.index_select(0, part.flatten()).view_as(part).sum(1)
-                for part in self.positions.split(_PAGES_AT_ONCE)
-            ]
-        )
-        is_used = torch.arange(len(in_page), device=in_page.device) < self.offsets[-1]
-        return (in_page * is_used).sum()
+        step = max(1, _TOKENS_AT_ONCE // self.positions.shape[1])
+        count = torch.zeros((), dtype=torch.int64, device=is_vision.device)
+        for first in range(0, len(self.positions), step):
+            part = self.positions[first : first + step]
+            # An index of int64 would take more memory than the positions.
+            in_page = is_vision.index_select(0, part.flatten()).view_as(part).sum(1)
+            page = torch.arange(first, first + len(part), device=is_vision.device)
+            count += (in_page * (page < self.offsets[-1])).sum()
+        return count
 
 
 @dataclass(frozen=True)

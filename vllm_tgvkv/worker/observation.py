@@ -286,9 +286,9 @@ class PromptObservation:
         masses: torch.Tensor | None,
     ) -> None:
         """Keep what some layers showed until the decision; tensors are [num_layers * S, *]."""
-        shown = {"scores": pooled, "strengths": strengths, "masses": masses}
-        if due.keeps_unpooled:
-            shown["unpooled"] = unpooled
+        # Scores and masses come last, because they may overwrite sums that others are views of.
+        kept = unpooled if due.keeps_unpooled else None
+        shown = {"unpooled": kept, "strengths": strengths, "scores": pooled, "masses": masses}
         by_layer = {
             name: values.unflatten(0, (num_layers, -1))
             for name, values in shown.items()

@@ -16,9 +16,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from evaluation import __main__ as program
-from evaluation import load, pages, results, texts
+from evaluation import load, pages, results, states, texts
 from evaluation.ablations import page_bounds
 from evaluation.answers import Answer, AnswerLog
 from evaluation.arms import (
@@ -42,9 +43,12 @@ from evaluation.load_results import LoadResult, Point, Reply, Summary, read_poin
 from evaluation.memory import held_blocks, mean_held, planned_cuts
 from evaluation.parts import Cells, Part
 from evaluation.report import write_report
+from evaluation.states import Cut, State
 from measure import smollm
 from measure.statistics import mcnemar
 from measure.text_tasks import FRESH, TRAINING, TextExample, TextQuestion, TextTask
+from oracle import states as definition
+from oracle.methods import Image, Layout
 from tests.inputs import write_gates
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels.sketch import sketch_bytes
@@ -189,6 +193,72 @@ def test_bounds_in_place_of_a_sketch() -> None:
 
 
 # -- answers that are forced ----------------------------------------------------------------
+
+
+def test_states_follow_their_definition() -> None:
+    """What a head keeps, its two states, and what queries read of them."""
+    page, num_voters, scale = states.GRID**2, 20, 8**-0.5
+    layout = Layout(10 + page + 40, (Image(10, page, (states.GRID, states.GRID)),))
+    length, is_vision = layout.length, torch.tensor(layout.vision)
+    voters = torch.arange(length - num_voters, length)
+    logits = 2 * torch.randn(2, 3, num_voters, length)
+    later = torch.arange(length) > voters[:, None]
+    rows = logits.masked_fill(later, -torch.inf).softmax(-1)
+    mean, entropies = states.seen_by(rows, voters, is_vision)
+    whole = torch.zeros(2, 3, length, length)
+    whole[:, :, voters] = rows
+    keys, values = torch.randn(2, 1, 2, length, 8)
+    state = State(mix=0.6, fade=0.02, decay=0.8, weight=1.5)
+    seen = states.Seen(mean[None], {name: each[None] for name, each in entropies.items()})
+    cut = Cut.of(state, seen, keys, values, [10], 160)
+    query, output = torch.randn(2, 2, 3, 5, 8)
+    read = cut.read(0, query, output, torch.zeros(2, 3, 5, 1), scale)
+    for head in range(2):
+        attention = whole[head, :, voters].double().mean((0, 1)).tolist()
+        of_tokens = definition.cross_entropies(whole[head], voters.tolist(), layout.vision)
+        most = max(attention[4:])
+        scores = [
+            0.6 * min(a / most, 1) + 0.4 * h for a, h in zip(attention, of_tokens, strict=True)
+        ]
+        candidates = range(length // 16 * 16)
+        always = [j for j in candidates if j < 4 or j >= length - 32]
+        best = sorted(set(candidates) - set(always), key=lambda j: -scores[j])
+        kept = {*always, *best[: 160 - len(always)], *range(len(candidates), length)}
+        assert set(cut.kept[0, head].nonzero().flatten().tolist()) == kept
+        expected = output[head].double()
+        for number, kind in enumerate((True, False)):
+            evicted = [j for j in range(length) if j not in kept and layout.vision[j] == kind]
+            absorbed = definition.absorptions(attention, evicted, scores, layout, 0.8, states.ROOTS)
+            matrix = definition.state(
+                keys[0, head, evicted],
+                values[0, head, evicted],
+                [of_tokens[j] ** 0.02 for j in evicted],
+                [1.5 * each for each in absorbed],
+            )
+            assert_close(cut.matrices[number, 0, head].double(), matrix, rtol=1e-3, atol=1e-6)
+            expected += scale * query[head].double() @ matrix
+        assert_close(read[head].double(), expected, rtol=1e-3, atol=1e-5)
+        assert (read[head] - output[head]).abs().max() > 1e-4
+
+
+def test_normalised_states_and_gates() -> None:
+    """A state that absorbed one token shares the softmax with it; a closed gate changes nothing."""
+    key, value, query = torch.randn(3, 8)
+    logits, values = torch.randn(6), torch.randn(6, 8)
+    output, mass = (
+        (logits.softmax(0) @ values).view(1, 1, 1, 8),
+        logits.logsumexp(0).view(1, 1, 1, 1),
+    )
+    mapped, asking = (torch.nn.functional.elu(each) + 1 for each in (key, query))
+    for gate in (-1.0, 1.0):
+        state = State(read="normalised", gate=gate)
+        matrices, sums = torch.zeros(2, 1, 1, 8, 8), torch.zeros(2, 1, 1, 8)
+        matrices[0], sums[0] = torch.outer(mapped, value), mapped
+        cut = Cut(state, torch.empty(0), matrices, sums)
+        read = cut.read(0, query.view(1, 1, 1, 8), output, mass, 1.0).flatten()
+        weights = torch.cat((logits.exp(), (asking @ mapped).view(1))).double()
+        both = (weights / weights.sum()) @ torch.cat((values, value[None])).double()
+        assert_close(read.double(), both if gate < 0 else output.flatten().double())
 
 
 def test_forced_answers_tell_what_would_have_been_said() -> None:

@@ -111,7 +111,7 @@ _SCORES = (
 _ABSORBING: tuple[dict[str, Any], ...] = (
     *({"fade": fade} for fade in (1, 0.1, 0.01, 0)),
     *({"fade": 0, "decay": decay} for decay in (1, 0.5)),
-    *({"fade": 0, "weight": weight} for weight in (0.1, 0.01)),
+    *({"fade": 0, "weight": weight} for weight in (0.1, 3, 10, 30)),
     *({"fade": 0, "gate": gate} for gate in (0, 0.5)),
     *({"fade": fade, "absorb": 0, "read": "normalised"} for fade in (0.01, 0)),
 )

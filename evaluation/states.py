@@ -176,16 +176,17 @@ class Cut:
         values: Tensor,
         starts: Sequence[int],
         kept: int,
+        candidates: int,
     ) -> Cut:
         """Evict all but some blocks' tokens of each head, and absorb them.
 
         Args:
             keys, values: `[L, H, P, D]`.
             starts: first token of each page.
-            kept: tokens of full blocks that each head keeps.
+            kept: tokens that each head keeps of the first `candidates`; all others stay.
         """
         scores, length = seen.scores(state), keys.shape[2]
-        is_kept = kept_tokens(scores, kept, length // 16 * 16)
+        is_kept = kept_tokens(scores, kept, candidates)
         is_vision = torch.zeros(length, dtype=torch.bool)
         steps = torch.zeros_like(scores)
         for start in starts:
@@ -281,19 +282,20 @@ class StateEngine:
     def _answer(self, question: PageQuestion, arm: Arm) -> Answer:
         prefill, size = self._prefill(question), self.block_size
         length, asked = prefill.length, prefill.asked
-        left, tail = divmod(length, size)
-        before = after = -(-length // size)
-        self._cut = None
+        full, tail = divmod(length, size)
+        left, before = full, -(-length // size)
+        after, self._cut = before, None
         if arm != FULL:
-            state, spared = State(**dict(arm.options)), left
+            state = State(**dict(arm.options))
             left = Budget(fraction=float(arm.budget or 1)).retained_blocks(length, size)
             keys, values = (
                 torch.cat([getattr(layer, name) for layer in prefill.cache.layers])
                 for name in ("keys", "values")
             )
-            self._cut = Cut.of(state, prefill.seen, keys, values, prefill.starts, left * size)
+            given = (state, prefill.seen, keys, values, prefill.starts)
+            self._cut = Cut.of(*given, left * size, full * size)
             # Two states of D x D numbers each are beside the budget: as large as D / N blocks.
-            after = before - spared + left + (-(-keys.shape[-1] // size) if state.weight else 0)
+            after -= full - left - (-(-keys.shape[-1] // size) if state.weight else 0)
         right = self.tokenizer.encode(asked.answer, add_special_tokens=False)
         said = self._decode(prefill, self._drafts.get(question, right), len(right) + SPARE_TOKENS)
         if arm == FULL:

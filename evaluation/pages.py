@@ -23,7 +23,7 @@ from evaluation.arms import (
 )
 from evaluation.engine import PageEngine, Settings
 from evaluation.parts import Cells, Part, replacing
-from evaluation.states import StateEngine, is_emulated
+from evaluation.states import StateEngine
 from evaluation.texts import BUDGETS, DEFAULT, FORMER, WAIT, gated
 from measure.smollm import INSTALL
 from reader.assemble import TOWER
@@ -134,10 +134,10 @@ _STATES = Part(
     "arm names none. `mix` (0.5) is lambda; `entropy` (vision) says over which keys a text "
     "row's entropy is taken. The state fades with each token by the token's entropy to the "
     "power of `fade` (1). A is the mean attention to the power of `absorb` (1), times "
-    "`weight` (1), and for vision times `decay` (0.9) for each step to a root. A query reads "
-    "a state if its cosine with the sum of absorbed keys is above `gate` (-1: always). "
-    "`read=normalised` shares the softmax's denominator. No choice was made on these "
-    "questions.",
+    "`weight` (1), and for vision times `decay` (0.9) for each step to the nearest of 15 "
+    "roots, the best evicted patches. A query reads a state if its cosine with the sum of "
+    "absorbed keys is above `gate` (-1: always). `read=normalised` shares the softmax's "
+    "denominator. Weights of 3 and more were added when smaller ones had changed nothing.",
     (
         Cells(
             NUMBERS[:2],
@@ -154,7 +154,8 @@ _STATES = Part(
 
 
 def _engine(settings: Settings, arms: Sequence[Arm]) -> PageEngine | StateEngine:
-    return (StateEngine if is_emulated(arms) else PageEngine)(settings, arms)
+    is_emulated = any(each.method == STATES for each in arms)
+    return (StateEngine if is_emulated else PageEngine)(settings, arms)
 
 
 PARTS = {

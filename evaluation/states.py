@@ -24,7 +24,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evaluation.answers import Answer
-from evaluation.arms import FULL, STATES, Arm, identity
+from evaluation.arms import FULL, Arm, identity
 from evaluation.engine import MODELS, SPARE_TOKENS, Settings, turns
 from measure.text_tasks import TextExample
 from reader.assemble import load_vocabulary, page_model_folder
@@ -392,8 +392,3 @@ class StateEngine:
             mass = logits.logsumexp(-1, keepdim=True)
             output = cut.read(layer, query, output, mass, scaling)
         return output.flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous(), None
-
-
-def is_emulated(arms: Sequence[Arm]) -> bool:
-    """Return whether arms are answered here in place of vLLM."""
-    return any(arm.method == STATES for arm in arms)

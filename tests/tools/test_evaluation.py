@@ -26,6 +26,7 @@ from evaluation.arms import (
     FULL,
     GATED,
     MIXES,
+    STATES,
     Arm,
     arm,
     by_engine,
@@ -49,6 +50,7 @@ from measure.statistics import mcnemar
 from measure.text_tasks import FRESH, TRAINING, TextExample, TextQuestion, TextTask
 from oracle import states as definition
 from oracle.methods import Image, Layout
+from reader.tasks import PageQuestion
 from tests.inputs import write_gates
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels.sketch import sketch_bytes
@@ -166,6 +168,9 @@ def test_engines_by_recall() -> None:
         recalling("reach", (0.1,), every=8),
     )
     assert every_3.key == "reach@0.1,defer=4,every=3,sketch=4"
+    emulated = arm(STATES, 0.2, mix=1)
+    assert by_engine([FULL, emulated, plain]) == [(FULL, plain), (FULL, emulated)]
+    assert by_engine([FULL, emulated]) == [(FULL, emulated)]
     assert by_engine([FULL, plain, every_3, every_8]) == [
         (FULL, plain),
         (FULL, every_3),
@@ -716,3 +721,22 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
         assert list(answer.cuts) == planned_cuts(answer.prompt_tokens, tuple(each.steps), 16)
     held = cells["snapkv", 0.1].decoding_held, cells["snapkv,defer=2", 0.1].decoding_held
     assert cells["snapkv", 0.1].blocks_held <= held[0] < 0.2 < held[1] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm.find_weights() is None, reason=f"needs {smollm.INSTALL}")
+def test_states_on_the_real_weights() -> None:
+    """A draft saves passes and changes no answer; a heavy state spoils what tokens alone keep."""
+    engine = states.StateEngine(pages.FIELD.settings, ())
+    question = PageQuestion(pages.NUMBERS[1], 0)
+    arms = [FULL, *(arm(STATES, 0.5, mix=1, fade=0, weight=weight) for weight in (0, 30))]
+    drafts = engine._drafts
+    with_drafts = list(engine.answers([(question, each) for each in arms]))
+    assert drafts
+    drafts[question] = [0] * 8
+    assert list(engine.answers([(question, each) for each in arms[1:]])) == with_drafts[1:]
+    assert [each.is_exact for each in with_drafts] == [True, True, False]
+    full, light, heavy = with_drafts
+    assert light.kept_tokens == heavy.kept_tokens < 0.5 * full.kept_tokens
+    assert heavy.blocks_after - light.blocks_after == 4
+    assert (light.blocks_before, heavy.cuts) == (70, ((0, 70, heavy.blocks_after),))

@@ -147,6 +147,10 @@ MIXES = (
 """By name: the setting `methods`, of which an engine gets those that its arms name."""
 
 
+STATES = "retentivekv_state"
+"""Stands for a method of arms that `evaluation.states` emulates, with a `State` as options."""
+
+
 def arm(method: str, budget: float, gates: str = "", **options: Any) -> Arm:
     """Return a method or mix at a budget, with further options of its requests."""
     return Arm(method, budget, tuple(options.items()), mix=MIXES.get(method), gates=gates)
@@ -243,9 +247,13 @@ def by_engine(arms: Iterable[Arm]) -> list[tuple[Arm, ...]]:
     """Return the arms of each engine: one for each folder of gates, and for each kind of recall.
 
     Arms without gates are in all with gates; if no arm has gates, there is one engine without. The
-    full cache is in all.
+    full cache is in all. Emulated arms have one of their own.
     """
     arms = tuple(dict.fromkeys(arms))
+    if emulated := [arm for arm in arms if arm.method == STATES]:
+        others = [arm for arm in arms if arm not in emulated]
+        own = tuple(arm for arm in arms if arm == FULL or arm in emulated)
+        return [*(by_engine(others) if set(others) - {FULL} else ()), own]
     folders = dict.fromkeys(arm.gates for arm in arms if arm.gates) or {"": None}
     recalls = dict.fromkeys(arm.recall for arm in arms if arm != FULL) or {(): None}
     found = [
@@ -273,6 +281,8 @@ def check(arms: Iterable[Arm], has_images: bool = False) -> None:
     config = EvictionConfig.from_mapping(eviction_settings(arms))
     for each in arms:
         try:
+            if each.method == STATES:
+                continue
             RequestOptions.resolve(config, each.xargs)
             if has_images or each.method in (None, FULL_CACHE):
                 continue

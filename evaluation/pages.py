@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from evaluation import texts
 from evaluation.arms import (
@@ -11,14 +13,17 @@ from evaluation.arms import (
     REACH,
     REACH_WITH_IMAGES,
     ROOT,
+    STATES,
     TGV,
     UNIFORM,
+    Arm,
     arm,
     crossed,
     paired,
 )
 from evaluation.engine import PageEngine, Settings
 from evaluation.parts import Cells, Part, replacing
+from evaluation.states import StateEngine
 from evaluation.texts import BUDGETS, DEFAULT, FORMER, WAIT, gated
 from measure.smollm import INSTALL
 from reader.assemble import TOWER
@@ -91,6 +96,67 @@ FORCED = (
     PageTask("aloud", "prose", keys=200, forced=True),
     PageTask("number", "prose", keys=4, forced=True),
 )
+
+
+def _state(budget: float = 0.2, **changed: Any) -> Arm:
+    return arm(STATES, budget, **changed)
+
+
+_SCORES = (
+    _state(mix=1, weight=0),
+    *(_state(mix=m, entropy=keys, weight=0) for m in (0.9, 0.5) for keys in ("vision", "all")),
+    _state(mix=0, weight=0),
+)
+"""Nothing is absorbed: attention alone, and with entropies of text to vision or of text to all."""
+_ABSORBING: tuple[dict[str, Any], ...] = (
+    *({"fade": fade} for fade in (1, 0.1, 0.01, 0)),
+    *({"fade": 0, "decay": decay} for decay in (1, 0.5)),
+    *({"fade": 0, "weight": weight} for weight in (0.1, 3, 10, 30)),
+    *({"fade": 0, "gate": gate} for gate in (0, 0.5)),
+    *({"fade": fade, "absorb": 0, "read": "normalised"} for fade in (0.01, 0)),
+)
+_ABSORBED = tuple(_state(mix=1, **changed) for changed in _ABSORBING)
+_MIXED = tuple(_state(fade=fade) for fade in (1, 0.01, 0))
+_OTHER_BUDGETS = {
+    budget: tuple(_state(budget, mix=1, **each) for each in changed)
+    for budget, changed in {
+        0.1: ({"weight": 0}, {"fade": 0.1}, {"fade": 0}, {"fade": 0, "decay": 0.5}),
+        0.5: ({"weight": 0}, {"fade": 0}),
+    }.items()
+}
+_STATES = Part(
+    "RetentiveKV's states",
+    "RetentiveKV as its description prints it, emulated: the same model in transformers, a "
+    "token set for each head, and one state of vision and one of text for each layer and "
+    "head, `S' = H S + A k v` and `Attn + q S`. The states are beside the budget: an arm with"
+    " states holds 4 blocks more than one without (`weight=0`). The description gives a "
+    "letter or nothing for what these options choose; the value in brackets holds where an "
+    "arm names none. `mix` (0.5) is lambda; `entropy` (vision) says over which keys a text "
+    "row's entropy is taken. The state fades with each token by the token's entropy to the "
+    "power of `fade` (1). A is the mean attention to the power of `absorb` (1), times "
+    "`weight` (1), and for vision times `decay` (0.9) for each step to the nearest of 15 "
+    "roots, the best evicted patches. A query reads a state if its cosine with the sum of "
+    "absorbed keys is above `gate` (-1: always). `read=normalised` shares the softmax's "
+    "denominator. Weights of 3 and more were added when smaller ones had changed nothing.",
+    (
+        Cells(
+            NUMBERS[:2],
+            (*_SCORES, *_ABSORBED, *_MIXED, *sum(_OTHER_BUDGETS.values(), ())),
+            20,
+        ),
+    ),
+    (
+        *((each, _SCORES[0]) for each in (*_SCORES[1:], *_ABSORBED)),
+        *((each, _SCORES[3]) for each in _MIXED),
+        *((each, first) for first, *others in _OTHER_BUDGETS.values() for each in others),
+    ),
+)
+
+
+def _engine(settings: Settings, arms: Sequence[Arm]) -> PageEngine | StateEngine:
+    is_emulated = any(each.method == STATES for each in arms)
+    return (StateEngine if is_emulated else PageEngine)(settings, arms)
+
 
 PARTS = {
     "full": Part(
@@ -182,6 +248,7 @@ PARTS = {
     "summaries": texts.summaries(
         "Text and vision have a summary each.", ((TASKS[1], 10),), ("tgv", "snapkv", DEFAULT)
     ),
+    "states": _STATES,
 }
 """By the name on the command line, in the order of the report."""
 
@@ -203,7 +270,7 @@ FIELD = replace(
     parts=PARTS,
     # A page takes 28 MB for vLLM, and is sent once for each of its questions' arms.
     settings=Settings(max_num_seqs=16, cache_gib=1, requests_at_a_time=16),
-    engine=PageEngine,
+    engine=_engine,
     question=PageQuestion,
     prompt_seconds=(1.6e-3, 1.7e-7),
     # matplotlib brings the pages' fonts.

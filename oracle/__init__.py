@@ -14,6 +14,7 @@
     methods       every method, from whole attention matrices  policies and their decisions
     gates         gates by the authors' formulas               gates and their training
     summaries     summaries of evicted tokens, one by one      pages of summaries
+    states        RetentiveKV's states as they are printed     their emulation in the evaluation
     emulation     Hugging Face models that generate as if      tokens and kept positions of engines
                   keys were evicted
 

@@ -16,15 +16,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from evaluation import __main__ as program
-from evaluation import load, pages, results, texts
+from evaluation import load, pages, results, states, texts
 from evaluation.ablations import page_bounds
 from evaluation.answers import Answer, AnswerLog
 from evaluation.arms import (
     FULL,
     GATED,
     MIXES,
+    STATES,
     Arm,
     arm,
     by_engine,
@@ -42,9 +44,13 @@ from evaluation.load_results import LoadResult, Point, Reply, Summary, read_poin
 from evaluation.memory import held_blocks, mean_held, planned_cuts
 from evaluation.parts import Cells, Part
 from evaluation.report import write_report
+from evaluation.states import Cut, State
 from measure import smollm
 from measure.statistics import mcnemar
 from measure.text_tasks import FRESH, TRAINING, TextExample, TextQuestion, TextTask
+from oracle import states as definition
+from oracle.methods import Image, Layout
+from reader.tasks import PageQuestion
 from tests.inputs import write_gates
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels.sketch import sketch_bytes
@@ -162,6 +168,9 @@ def test_engines_by_recall() -> None:
         recalling("reach", (0.1,), every=8),
     )
     assert every_3.key == "reach@0.1,defer=4,every=3,sketch=4"
+    emulated = arm(STATES, 0.2, mix=1)
+    assert by_engine([FULL, emulated, plain]) == [(FULL, plain), (FULL, emulated)]
+    assert by_engine([FULL, emulated]) == [(FULL, emulated)]
     assert by_engine([FULL, plain, every_3, every_8]) == [
         (FULL, plain),
         (FULL, every_3),
@@ -189,6 +198,73 @@ def test_bounds_in_place_of_a_sketch() -> None:
 
 
 # -- answers that are forced ----------------------------------------------------------------
+
+
+def test_states_follow_their_definition() -> None:
+    """What a head keeps, its two states, and what queries read of them."""
+    page, num_voters, scale = states.GRID**2, 20, 8**-0.5
+    layout = Layout(10 + page + 40, (Image(10, page, (states.GRID, states.GRID)),))
+    length, is_vision = layout.length, torch.tensor(layout.vision)
+    voters = torch.arange(length - num_voters, length)
+    logits = 2 * torch.randn(2, 3, num_voters, length)
+    later = torch.arange(length) > voters[:, None]
+    rows = logits.masked_fill(later, -torch.inf).softmax(-1)
+    mean, entropies = states.seen_by(rows, voters, is_vision)
+    whole = torch.zeros(2, 3, length, length)
+    whole[:, :, voters] = rows
+    keys, values = torch.randn(2, 1, 2, length, 8)
+    state = State(mix=0.6, fade=0.02, decay=0.8, weight=1.5)
+    seen = states.Seen(mean[None], {name: each[None] for name, each in entropies.items()})
+    cut = Cut.of(state, seen, keys, values, [10], 160, length // 16 * 16)
+    query, output = torch.randn(2, 2, 3, 5, 8)
+    read = cut.read(0, query, output, torch.zeros(2, 3, 5, 1), scale)
+    for head in range(2):
+        attention = whole[head, :, voters].double().mean((0, 1)).tolist()
+        of_tokens = definition.cross_entropies(whole[head], voters.tolist(), layout.vision)
+        most = max(attention[4:])
+        scores = [
+            0.6 * min(a / most, 1) + 0.4 * h for a, h in zip(attention, of_tokens, strict=True)
+        ]
+        candidates = range(length // 16 * 16)
+        always = [j for j in candidates if j < 4 or j >= length - 32]
+        best = sorted(set(candidates) - set(always), key=lambda j: -scores[j])
+        kept = {*always, *best[: 160 - len(always)], *range(len(candidates), length)}
+        assert set(cut.kept[0, head].nonzero().flatten().tolist()) == kept
+        expected = output[head].double()
+        for number, kind in enumerate((True, False)):
+            evicted = [j for j in range(length) if j not in kept and layout.vision[j] == kind]
+            absorbed = definition.absorptions(attention, evicted, scores, layout, 0.8, states.ROOTS)
+            matrix = definition.state(
+                keys[0, head, evicted],
+                values[0, head, evicted],
+                [of_tokens[j] ** 0.02 for j in evicted],
+                [1.5 * each for each in absorbed],
+            )
+            assert_close(cut.matrices[number, 0, head].double(), matrix, rtol=1e-3, atol=1e-6)
+            expected += scale * query[head].double() @ matrix
+        assert_close(read[head].double(), expected, rtol=1e-3, atol=1e-5)
+        assert (read[head] - output[head]).abs().max() > 1e-4
+
+
+def test_normalised_states_and_gates() -> None:
+    """A state that absorbed one token shares the softmax with it; a closed gate changes nothing."""
+    key, value, query = torch.randn(3, 8)
+    logits, values = torch.randn(6), torch.randn(6, 8)
+    output, mass = (
+        (logits.softmax(0) @ values).view(1, 1, 1, 8),
+        logits.logsumexp(0).view(1, 1, 1, 1),
+    )
+    mapped, asking = (torch.nn.functional.elu(each) + 1 for each in (key, query))
+    for gate in (-1.0, 1.0):
+        state = State(read="normalised", gate=gate)
+        matrices, sums = torch.zeros(2, 1, 1, 8, 8), torch.zeros(2, 1, 1, 8)
+        matrices[0], sums[0] = torch.outer(mapped, value), mapped
+        cut = Cut(state, torch.empty(0), matrices, sums)
+        read = cut.read(0, query.view(1, 1, 1, 8), output, mass, 1.0).flatten()
+        weights = torch.cat((logits.exp(), (asking @ mapped).view(1))).double()
+        both = (weights / weights.sum()) @ torch.cat((values, value[None])).double()
+        expected = both if gate < 0 else output.flatten().double()
+        assert_close(read.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_forced_answers_tell_what_would_have_been_said() -> None:
@@ -645,3 +721,22 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
         assert list(answer.cuts) == planned_cuts(answer.prompt_tokens, tuple(each.steps), 16)
     held = cells["snapkv", 0.1].decoding_held, cells["snapkv,defer=2", 0.1].decoding_held
     assert cells["snapkv", 0.1].blocks_held <= held[0] < 0.2 < held[1] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm.find_weights() is None, reason=f"needs {smollm.INSTALL}")
+def test_states_on_the_real_weights() -> None:
+    """A draft saves passes and changes no answer; a heavy state spoils what tokens alone keep."""
+    engine = states.StateEngine(pages.FIELD.settings, ())
+    question = PageQuestion(pages.NUMBERS[1], 0)
+    arms = [FULL, *(arm(STATES, 0.5, mix=1, fade=0, weight=weight) for weight in (0, 30))]
+    drafts = engine._drafts
+    with_drafts = list(engine.answers([(question, each) for each in arms]))
+    assert drafts
+    drafts[question] = [0] * 8
+    assert list(engine.answers([(question, each) for each in arms[1:]])) == with_drafts[1:]
+    assert [each.is_exact for each in with_drafts] == [True, True, False]
+    full, light, heavy = with_drafts
+    assert light.kept_tokens == heavy.kept_tokens < 0.5 * full.kept_tokens
+    assert heavy.blocks_after - light.blocks_after == 4
+    assert (light.blocks_before, heavy.cuts) == (70, ((0, 70, heavy.blocks_after),))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oracle import states
 from oracle.methods import Image, Layout, Settings
 from tests.inputs import gates
 from tests.unit.test_methods import GROUP, HEADS, LAYERS, Inputs, draw, kept, look, scored
@@ -287,3 +288,33 @@ def test_retention_over_the_horizon(score: str, horizon: int) -> None:
     best = retained.flatten().topk(9 * LAYERS * HEADS).indices
     wanted = torch.zeros(retained.numel(), dtype=torch.bool).index_fill(0, best, True)
     assert torch.equal(kept(decision, layout, settings).flatten(), wanted)
+
+
+# -- RetentiveKV, whose states are emulated --------------------------------------------------------
+
+
+def test_retentivekvs_state_and_entropy() -> None:
+    """`S' = H S + A k v` read by a query, and the entropy of text rows over vision."""
+    keys, values = torch.randn(2, 6, 8, dtype=torch.float64)
+    query = torch.randn(8, dtype=torch.float64)
+    fading, absorbed = torch.rand(2, 6, dtype=torch.float64)
+    read = query @ states.state(keys, values, fading.tolist(), absorbed.tolist())
+    left = torch.stack([absorbed[t] * fading[t + 1 :].prod() for t in range(6)])
+    torch.testing.assert_close(read, (left * (keys @ query)) @ values)
+
+    vision = [2 <= j < 9 for j in range(12)]
+    heads = torch.randn(3, 12, 12, dtype=torch.float64).softmax(-1)
+    of_rows = []
+    for i in (9, 10, 11):
+        to_vision = heads[:, i, 2:9] / heads[:, i, 2:9].sum(-1, keepdim=True)
+        of_rows.append(-(to_vision * to_vision.log()).sum(-1).mean() / math.log(7))
+    mean = heads[:, 9:].mean(0)
+    expected = torch.stack(of_rows) @ mean / mean.sum(0)
+    found = states.cross_entropies(heads, (9, 10, 11), vision)
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected)
+    # What a row gives to text does not change how undecided it is between vision tokens.
+    heads[:, 9, 2:9] = 0.01
+    heads[:, 10, 2:9] = 0.0
+    heads[:, 10, 4] = 0.3
+    assert states.cross_entropies(heads, (9,), vision) == pytest.approx([1.0] * 12)
+    assert states.cross_entropies(heads, (10,), vision) == pytest.approx([0.0] * 12)

@@ -5,7 +5,7 @@ Source: Liu, "RetentiveKV: State-Space Memory for Uncertainty-Aware Multimodal K
 Findings of ACL 2026, arXiv 2605.04075. Its description has
 `R = lambda * alpha + (1 - lambda) * H` with the attention alpha and the entropy H of the text's
 attention to vision, and gives neither lambda nor the entropy of a single token. The two readings
-here are ours.
+here are ours. Neither is over vision alone: docs/methods.md says why.
 """
 
 from __future__ import annotations

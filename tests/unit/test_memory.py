@@ -8,6 +8,7 @@ nothing. So evictions of any length run here as they would on a GPU, and every t
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -224,6 +225,31 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     # Shorter prompts, whose layers are scored together, take more queries than these.
     least = 0.25 if num_tokens > 1 << 12 else 0
     assert least * sum(lines.values()) <= most <= sum(lines.values()), lines
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(("method", "granularity"), [("snapkv", "head"), ("streaming", "layer")])
+def test_a_deep_model_keeps_a_long_prompt_in_no_more_than_is_set_aside(
+    no_kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    granularity: str,
+    block_size: int,
+) -> None:
+    """The copy takes most then: positions, slots, and the count of kept vision tokens."""
+    shape = replace(SHAPE, num_layers=64, block_size=block_size)
+    monkeypatch.setattr(sys.modules[__name__], "SHAPE", shape)
+    pages = (shape.num_layers, shape.num_heads, block_size, 2 * shape.head_size)
+    monkeypatch.setattr(sys.modules[__name__], "PAGES", pages)
+    num_tokens = 1 << 18
+    config = settings(method, granularity, query_rows=544, defer=0, when="always")
+    most = most_bytes(config, num_tokens)
+    sizes = {"max_tokens": num_tokens, "pool_tokens": 2 * num_tokens, "step_tokens": num_tokens}
+    sizes["table_width"] = num_tokens // block_size
+    policy = config.build_policy(method)
+    lines = memory._of_method(config, policy, replace(SIZES, shape=shape, **sizes))
+    lines["scores"] //= 2
+    assert 0.25 * sum(lines.values()) <= most <= sum(lines.values()), lines
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
@@ -39,8 +41,10 @@ class ChunkLimits:
         """Tokens of this step's evictions, but for requests with column sums."""
         self._summed: dict[str, int] = {}
         """Tokens of requests whose column sums the worker has, from their first chunk on."""
+        self._began: list[str] = []
+        """Requests that began to sum in this step."""
         self._was_cut: list[str] = []
-        """Requests among these whose sums are gone at the end of this step."""
+        """Requests whose sums are gone at the end of this step."""
         self._cut_waits = False
         """Whether an eviction has to wait in this step; `_waited` is the last one's. No request
         begins to sum then."""
@@ -51,8 +55,15 @@ class ChunkLimits:
     def begin_step(self) -> None:
         for request_id in self._was_cut:
             self.forget(request_id)
-        self._was_cut, self._waited = [], self._cut_waits
+        self._began, self._was_cut, self._waited = [], [], self._cut_waits
         self._num_cut_tokens, self._queue_waits, self._cut_waits = 0, False, False
+
+    def end_step(self, scheduled: Container[str]) -> None:
+        """Undo what was noted of requests that were not scheduled after all."""
+        for request_id in self._began:
+            if request_id not in scheduled:
+                self.forget(request_id)
+        self._was_cut = [name for name in self._was_cut if name in scheduled]
 
     def forget(self, request_id: str) -> None:
         """Take back the memory of a request's column sums: it was evicted, preempted or ended."""
@@ -116,6 +127,7 @@ class ChunkLimits:
                 if start == 0 and (is_full or self._cut_waits or self._waited):
                     return False
                 self._summed[request_id] = num_tokens
+                self._began.append(request_id)
             elif is_full:
                 self._cut_waits = True
                 return False

@@ -289,6 +289,7 @@ class EvictionScheduler(Scheduler):
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         self.query_rows.end_step(scheduled)
+        self._chunk_limits.end_step(scheduled)
         released, freed = self.manager.drain()
         plan = StepPlan(released, restored, self._forgotten, poisoned=freed)
         self._forgotten = []

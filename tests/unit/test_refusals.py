@@ -152,7 +152,10 @@ MIXES = [
     (Mix("mixkv", rows="text"), "rows 'text' ... 'mixkv': ... choose one of window, answer"),
     (Mix("random", rows="text"), "rows 'text' have no meaning ... 'random': leave rows out"),
     (Mix(score="vv_tt", rows="text"), "rows 'text' ... 'vv_tt': leave rows out or ... all"),
-    (Mix("tgv", rows="all"), "rows 'all' ... 'tgv': ... text, after_vision, window, answer"),
+    (
+        Mix("tgv", rows="all"),
+        "rows 'all' ... 'tgv': ... text, all_text, after_vision, window, answer",
+    ),
     (Mix("snapkv", rows="none"), "rows 'none' have no meaning with the score 'snapkv'"),
     *((Mix(m, reduce="max"), f"reduce 'max' {ADDS_UP} '{m}'") for m in ("rkv", "mixkv")),
     (Mix("streaming", reduce="max"), f"reduce 'max' {ADDS_UP} 'recency'"),
@@ -163,7 +166,7 @@ MIXES = [
     ),
     (
         Mix("h2o", reduce="max"),
-        "reduce 'max' has no meaning with the score 'h2o' and rows 'all', ... choose rows text, "
+        "reduce 'max' has no meaning with the score 'h2o' and rows 'all', ... choose rows text, all_text, "
         "after_vision, window, answer, latest, or leave reduce out",
     ),
     (Mix("snapkv", rows="all", reduce="max"), "the score 'snapkv' and rows 'all'"),

@@ -11,7 +11,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_tgvkv.blocks.manager import EvictingManager
 from vllm_tgvkv.scheduler.candidate import Candidate
 from vllm_tgvkv.scheduler.query_rows import QueryRows
-from vllm_tgvkv.shared.cuts import Cut
 
 
 class ChunkLimits:
@@ -46,16 +45,17 @@ class ChunkLimits:
         self._was_cut: list[str] = []
         """Requests whose sums are gone at the end of this step."""
         self._cut_waits = False
-        """Whether an eviction has to wait in this step; `_waited` is the last one's. No request
-        begins to sum then."""
-        self._waited = False
+        """Whether an eviction has to wait in this step. No request begins to sum then, or in the
+        next step."""
+        self._cut_waited = False
+        """The same of the step before."""
         self._queue_waits = False
         """Whether a request that is not admitted yet has to wait in this step."""
 
     def begin_step(self) -> None:
         for request_id in self._was_cut:
             self.forget(request_id)
-        self._began, self._was_cut, self._waited = [], [], self._cut_waits
+        self._began, self._was_cut, self._cut_waited = [], [], self._cut_waits
         self._num_cut_tokens, self._queue_waits, self._cut_waits = 0, False, False
 
     def end_step(self, scheduled: Container[str]) -> None:
@@ -107,24 +107,27 @@ class ChunkLimits:
                 return 0
         if not self._manager.may_take(request, end):
             return 0
-        if candidate is not None and candidate.cut is not None:
-            end *= self._has_memory(request.request_id, candidate, candidate.cut, start, end)
-        return max(end - start, 0)
+        if not self._has_memory(request.request_id, candidate, start, end):
+            return 0
+        return end - start
 
     def _has_memory(
-        self, request_id: str, candidate: Candidate, cut: Cut, start: int, end: int
+        self, request_id: str, candidate: Candidate | None, start: int, end: int
     ) -> bool:
         """Return whether there is memory for a chunk's column sums, or for the cut after it.
 
         Sums take the memory of the cut that they are for, so a request that has some never waits.
         """
-        is_summed = candidate.voters_of_cut.every_row
+        if candidate is None or candidate.cut is None:
+            return True
+        cut = candidate.cut
+        is_summed = cut is candidate.cuts.first and candidate.voters.every_row
         if request_id not in self._summed and (is_summed or end == cut.at):
             num_tokens, num_others = cut.at * candidate.weight, sum(self._summed.values())
             num_others += self._num_cut_tokens
             is_full = num_others > 0 and num_others + num_tokens > self._most_cut_tokens
             if is_summed:
-                if start == 0 and (is_full or self._cut_waits or self._waited):
+                if start == 0 and (is_full or self._cut_waits or self._cut_waited):
                     return False
                 self._summed[request_id] = num_tokens
                 self._began.append(request_id)

@@ -166,8 +166,8 @@ MIXES = [
     ),
     (
         Mix("h2o", reduce="max"),
-        "reduce 'max' has no meaning with the score 'h2o' and rows 'all', ... choose rows text, all_text, "
-        "after_vision, window, answer, latest, or leave reduce out",
+        "reduce 'max' has no meaning with the score 'h2o' and rows 'all', ... choose rows text, "
+        "all_text, after_vision, window, answer, latest, or leave reduce out",
     ),
     (Mix("snapkv", rows="all", reduce="max"), "the score 'snapkv' and rows 'all'"),
     (

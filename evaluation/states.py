@@ -65,7 +65,7 @@ class State:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the text rows of a prompt saw, of all layers and KV heads, float32 `[L, H, P]`."""
+    """Attention of the text rows of a prompt, of all layers and KV heads, float32 `[L, H, P]`."""
 
     attention: Tensor
     """Mean over the rows."""
@@ -157,7 +157,7 @@ def factors(
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a prompt."""
+    """Keys and values that are left of a prompt, and its states."""
 
     state: State
     kept: Tensor

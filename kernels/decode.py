@@ -19,7 +19,7 @@ from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.checks import FLOATS, check
 
 Descales: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""What stored queries, keys and values are multiplied by, float32 with one element each."""
+"""Scales of stored queries, keys and values, float32 with one element each."""
 
 
 @dataclass(frozen=True)

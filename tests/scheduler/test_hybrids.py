@@ -62,7 +62,7 @@ def hybrid(**fields: Any) -> Double:
 
 
 def test_blocks_that_leave_little_choice_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long ones, and those of which a budget keeps so few that no layer gets more than others."""
+    """Long ones, and a budget that keeps too few for layers to differ."""
     lines: list[str] = []
     warning = lambda message, *values: lines.append(message % values)  # noqa: E731
     monkeypatch.setattr(scheduler.logger, "warning", warning)

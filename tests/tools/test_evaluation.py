@@ -201,7 +201,7 @@ def test_bounds_in_place_of_a_sketch() -> None:
 
 
 def test_states_follow_their_definition() -> None:
-    """What a head keeps, its two states, and what queries read of them."""
+    """Kept tokens of a head, its two states, and what queries read of both."""
     page, num_voters, scale = states.GRID**2, 20, 8**-0.5
     layout = Layout(10 + page + 40, (Image(10, page, (states.GRID, states.GRID)),))
     length, is_vision = layout.length, torch.tensor(layout.vision)

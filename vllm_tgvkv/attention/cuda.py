@@ -136,8 +136,8 @@ class RaggedKernel:
 class FlashKernel(RaggedKernel):
     """FlashAttention, which needs a page table of `width` entries for every virtual sequence.
 
-    Tables stand at the start of one buffer: those of a few rows are written for several layers at
-    once, and those of very many for some of the rows.
+    Tables stand at the start of one buffer: few rows' for several layers at once, and very many
+    rows' for some of them at a time.
     """
 
     def __init__(self, summaries: SummaryBlocks, max_rows: int, width: int) -> None:

@@ -417,8 +417,8 @@ class EvictionConfig:
     def auto_weight(self, policy: Policy) -> int:
         """Return how often a token counts for the memory of a step's evictions, with `auto`.
 
-        Masses take as much as scores. For those of every head there is memory if the server's own
-        budget is `auto`.
+        Masses take as much as scores. There is memory for the masses of every head only if the
+        server's own budget is `auto`.
         """
         is_auto = self.budget is not None and self.budget.is_auto
         return 1 if is_auto or policy.granularity == "layer" else 2

@@ -233,7 +233,7 @@ class Retention(ABC):
     preferred: ClassVar[str] = "preferred"
     """The tokens that come before others, sinks apart, in one word: a reason in traces."""
     is_by_number: ClassVar[bool] = True
-    """Whether tiers may depend on `num_kept`: then a server sets aside memory for those of all
+    """Whether tiers may depend on `num_kept`. A server then sets aside memory for the tiers of all
     heads."""
 
     @abstractmethod

@@ -103,7 +103,7 @@ class Budget:
         return _blocks_within(allowance, num_prompt_tokens, block_size)
 
     def shortest_prompt(self, num_blocks: int, block_size: int) -> int | None:
-        """Return the tokens of the shortest prompt that keeps so many blocks; None if none does."""
+        """Return the tokens of the shortest prompt that keeps `num_blocks`; None if none does."""
         if num_blocks == 1:
             return block_size  # also of a smaller budget
         if self.tokens is not None:

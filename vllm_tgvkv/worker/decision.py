@@ -26,7 +26,7 @@ from vllm_tgvkv.policies import AllLayers, Depth, Policy, Prompt
 from vllm_tgvkv.shared.budget import Guard
 
 _TOKENS_AT_ONCE = 1 << 22
-"""Kept tokens that are looked up at a time, to count those of images."""
+"""Kept tokens that are looked up at a time, to count vision tokens."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def factors(
 
 @dataclass(frozen=True)
 class Cut:
-    """Keys and values that are left of a prompt, and its states."""
+    """Positions that are left of a prompt, and its states."""
 
     state: State
     kept: Tensor

@@ -240,3 +240,27 @@ def test_blocks_of_a_running_request_are_vllms_number() -> None:
                 num_compared += 1
     assert num_compared > 50
     double.run([])
+
+
+@pytest.mark.parametrize("budget", [0.3, "auto:0.9"])
+def test_long_prompts_with_auto_in_every_head_need_a_server_whose_budget_it_is(budget: Any) -> None:
+    """There is memory for 600 tokens and 100 of a step; a request's `auto` counts each twice."""
+    setup = Setup(
+        96,
+        chunk=100,
+        max_model_len=600,
+        prefix_caching=False,
+        eviction={"policy": "snapkv", "budget": budget, "min_prompt_tokens": 16},
+    )
+    double = Double(setup)
+    jobs = [
+        Job(f"{method} {length}", tuple(range(3, 3 + length)), 4, ((4, 100),), xargs=xargs)
+        for method in ("snapkv", "tgv")
+        for length in (350, 351)
+        for xargs in [{"kv_eviction": method, "kv_eviction_budget": "auto:0.9"}]
+    ]
+    double.run(jobs)
+    counters = double.scheduler.records.counters
+    too_long = {"auto_too_long": 1} if budget == 0.3 else {}
+    assert counters.requests_skipped == too_long
+    assert counters.requests_evicted == 4 - len(too_long)

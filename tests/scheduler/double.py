@@ -296,7 +296,6 @@ class WorkerDouble:
     """Executes scheduled steps on slots that record their content."""
 
     def __init__(self, setup: Setup, seed: int = 0, verify: bool = True) -> None:
-        self.config = AdjustedConfig.from_mapping(setup.eviction or {})
         self.block_size = setup.block_size
         self.num_states = setup.states
         self.state_size = setup.block_size if setup.prefix_caching else setup.max_model_len
@@ -341,11 +340,6 @@ class WorkerDouble:
         self._random = random.Random(seed)
         self._chains: dict[str, tuple[int, np.ndarray]] = {}
 
-    def _weight(self, eviction: Eviction) -> int:
-        """Return how many numbers of each token and head exist until the decision."""
-        policy = self.config.build_policy(eviction.method)
-        return self.config.auto_weight(policy) if eviction.guard else 1
-
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         plan = plan_of(output)
         for change in (*self._shrunk, *plan.restored):
@@ -380,7 +374,7 @@ class WorkerDouble:
                 self.shrunk.add(name)
         evicted = {e.request_id for e in plan.evictions}
         self.num_cut_together = max(self.num_cut_together, len(evicted))
-        cut_tokens = sum(self._weight(e) * e.observed.num_tokens for e in plan.evictions)
+        cut_tokens = sum(e.observed.num_tokens for e in plan.evictions)
         # Scores take the place of column sums, which exist from a request's first chunk on.
         for name in self.num_summed.keys() - evicted:
             cut_tokens += min(self.planned[name])

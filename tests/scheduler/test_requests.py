@@ -244,7 +244,7 @@ def test_blocks_of_a_running_request_are_vllms_number() -> None:
 
 @pytest.mark.parametrize("budget", [0.3, "auto:0.9"])
 def test_long_prompts_with_auto_in_every_head_need_a_server_whose_budget_it_is(budget: Any) -> None:
-    """There is memory for 600 tokens and 100 of a step; a request's `auto` counts each twice."""
+    """On a GPU there is memory for 600 tokens and 100 of a step; a request's `auto` counts each twice."""
     setup = Setup(
         96,
         chunk=100,
@@ -253,6 +253,7 @@ def test_long_prompts_with_auto_in_every_head_need_a_server_whose_budget_it_is(b
         eviction={"policy": "snapkv", "budget": budget, "min_prompt_tokens": 16},
     )
     double = Double(setup)
+    double.scheduler.sets_memory_aside = True
     jobs = [
         Job(f"{method} {length}", tuple(range(3, 3 + length)), 4, ((4, 100),), xargs=xargs)
         for method in ("snapkv", "tgv")

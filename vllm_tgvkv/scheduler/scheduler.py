@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -118,6 +119,8 @@ class EvictionScheduler(Scheduler):
             num_drafts=self.num_spec_tokens,
         )
         self._most_cut_tokens = self.max_model_len + self.max_num_scheduled_tokens
+        self.sets_memory_aside = not current_platform.is_cpu()
+        """Whether the worker has no other memory for evictions than it set aside at start."""
         self._chunk_limits = ChunkLimits(
             self.manager,
             self.query_rows,
@@ -228,6 +231,8 @@ class EvictionScheduler(Scheduler):
         )
         if isinstance(found, str):
             return found
+        if not self.sets_memory_aside:
+            found.weight = 1
         if found.cut is not None and found.weight * found.cut.at > self._most_cut_tokens:
             return "auto_too_long"
         num_header = self.handovers.num_header(request, found) if self.handovers else 0

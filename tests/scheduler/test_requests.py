@@ -244,7 +244,7 @@ def test_blocks_of_a_running_request_are_vllms_number() -> None:
 
 @pytest.mark.parametrize("budget", [0.3, "auto:0.9"])
 def test_long_prompts_with_auto_in_every_head_need_a_server_whose_budget_it_is(budget: Any) -> None:
-    """On a GPU there is memory for 700 tokens, and a request's `auto` counts each of its own twice."""
+    """On a GPU there is memory for 700 tokens. A request's `auto` counts its tokens twice."""
     setup = Setup(
         96,
         chunk=100,

@@ -46,8 +46,8 @@ def column_positions(
         from vllm_tgvkv.kernels.gpu import ragged as triton_ragged
 
         positions = tables.new_empty(len(tables), num_columns)
-        row = tables, lengths, region_positions, first_tail, num_tokens
-        triton_ragged.write_positions(*row, positions)
+        row = tables, lengths, region_positions, first_tail
+        triton_ragged.locate(*row, num_tokens, num_columns, positions, by_column=True)
         return positions
     own = torch.arange(num_columns, dtype=torch.int32)
     in_region = region_positions[tables].view(len(tables), -1)[:, :num_columns]
@@ -74,7 +74,7 @@ def position_columns(
 
         _check(*row)
         columns = tables.new_full((len(tables), num_tokens), num_tokens)
-        triton_ragged.write_columns(*row, num_tokens, num_columns, columns)
+        triton_ragged.locate(*row, num_tokens, num_columns, columns, by_column=False)
         return columns
     positions = column_positions(*row, num_tokens, num_columns)
     # Columns without a key are written behind the last position.

@@ -59,7 +59,7 @@ def redundancy(keys: Tensor, lengths: Tensor, workspace_bytes: int = 64 << 20) -
         cosines.diagonal(start, 1, 2).fill_(0)
         last = last_above(cosines, SIMILAR)  # [H, R]
         of_last = cosines.gather(-1, last.clamp(min=0)[..., None])[..., 0]
-        del cosines  # before there are those of the next rows
+        del cosines  # before the next rows have theirs
         of_last = of_last.masked_fill(last < 0, 0).double().mul(_UNIT).round().long()
         subtracted.scatter_add_(1, last.clamp(min=0), of_last)
     sums = (directions @ directions.sum(1)[..., None])[:, :size, 0] - own

@@ -532,7 +532,7 @@ def observe(
         queries: `[O, H, G, D]`, rotated, any float dtype.
         key_pages: `[num_blocks, H, N, D]`, the layer's logical view of the pool; any strides.
             Slots from `num_keys` on never affect a result. Keys in fp8 are converted as they are
-            gathered; `scale` has to include their scale, and that of queries in fp8.
+            gathered; `scale` has to include the scales of keys and queries in fp8.
         block_ids: int32 or int64 `[ceil(num_keys / N)]`, the prompt's blocks in order.
         row_positions: int64 `[O]`, ascending positions of the rows, each below `num_keys`. A
             row sees the keys up to its position.

@@ -23,8 +23,8 @@ from oracle.summaries import distance, root_of, roots_of
 def cross_entropies(heads: Tensor, voters: Sequence[int], vision: Sequence[bool]) -> list[float]:
     """Return H of every token: the mean entropy of the text rows' attention to vision.
 
-    A row's attention to vision is divided by its sum, and its entropy by that of a uniform one. A
-    row counts by its attention to the token, and all heads of the group count alike.
+    A row's attention to vision is divided by its sum, and its entropy by the entropy of a uniform
+    row. A row counts by its attention to the token, and all heads of the group count alike.
 
     Args:
         heads: A of a group's query heads, [G, P, P].

@@ -130,7 +130,7 @@ PARTS = (
         _module("benchmarks.gpu", "--results", "{out}/bench", "--minutes", "8"), 510,
     ),
 )  # fmt: skip
-"""What a user most wants to know comes first: a call has time for a few."""
+"""In the order in which users want to know their results: a call has time for a few."""
 
 
 def run(part: Part, out: Path, rehearse: bool) -> dict[str, Any]:

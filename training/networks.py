@@ -23,7 +23,7 @@ DEVIATION = 0.02
 
 
 Tying = Literal["nothing", "layers", "heads"]
-"""What shares DBTrimKV's last projection: all layers, as in the authors' code, or all layers and
+"""Sharers of DBTrimKV's last projection: all layers, as in the authors' code, or all layers and
 heads, as in the paper."""
 
 

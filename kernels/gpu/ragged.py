@@ -85,43 +85,21 @@ def _slots_kernel(
     tl.store(slots + place, tl.where(is_owned, slot, 0), mask=exists)
 
 
-def write_positions(
-    tables: Tensor,
-    lengths: Tensor,
-    region_positions: Tensor,
-    first_tail: Tensor,
-    num_tokens: int,
-    positions: Tensor,
-) -> None:
-    """Write positions `[M, C]`; see `kernels.ragged.column_positions`."""
-    row = tables, lengths, region_positions, first_tail, positions
-    _launch(*row, num_tokens, positions.shape[1], by_column=True)
-
-
-def write_columns(
+def locate(
     tables: Tensor,
     lengths: Tensor,
     region_positions: Tensor,
     first_tail: Tensor,
     num_tokens: int,
     num_columns: int,
-    columns: Tensor,
-) -> None:
-    """Write columns `[M, n]`, filled with n before; see `kernels.ragged.position_columns`."""
-    row = tables, lengths, region_positions, first_tail, columns
-    _launch(*row, num_tokens, num_columns, by_column=False)
-
-
-def _launch(
-    tables: Tensor,
-    lengths: Tensor,
-    region_positions: Tensor,
-    first_tail: Tensor,
     found: Tensor,
-    num_tokens: int,
-    num_columns: int,
     by_column: bool,
 ) -> None:
+    """Write positions by column, `[M, C]`, or columns by position, `[M, n]`.
+
+    See `kernels.ragged.column_positions` and `position_columns`. Positions without a key keep what
+    `found` has, which has to be n.
+    """
     _columns_kernel[(len(tables), triton.cdiv(num_columns, _COLUMNS_PER_PROGRAM))](
         tables.contiguous(),
         lengths.contiguous(),
@@ -170,10 +148,8 @@ def variants() -> Iterator[Variant]:
         positions, columns = (tables.new_empty(num_pairs, 4 * block_size) for _ in range(2))
         pool = tables.new_empty(num_pairs, block_size)
         row = tables, tables[:, 0], pool, tables[0, :1]
-        for call in (
-            partial(write_positions, *row, 4 * block_size, positions),
-            partial(write_columns, *row, 4 * block_size, 4 * block_size, columns),
-        ):
+        for found, by_column in ((positions, True), (columns, False)):
+            call = partial(locate, *row, 4 * block_size, 4 * block_size, found, by_column)
             yield from launches(__name__, f"columns M{num_pairs} N{block_size}", call)
         region = positions.view(-1, block_size), tables.new_empty(num_pairs + 1), tables
         for known, dtype in ((None, torch.int32), (columns, torch.int32), (columns, torch.int64)):

@@ -28,7 +28,7 @@ TOLERANCES = {
     FP8["fp8"]: ({"rtol": 0, "atol": 8e-2}, {"rtol": 1e-3, "atol": 1e-2}),
 }
 """Of outputs and log sums. Weights are rounded to the dtype, an error of 2^-9 or 2^-4 each, before
-they meet the values. Products of bfloat16 are exact in float32, and those of fp8 are summed with
+they meet the values. Products of bfloat16 are exact in float32, and products of fp8 are summed with
 fewer bits."""
 
 

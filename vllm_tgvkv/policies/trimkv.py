@@ -48,7 +48,7 @@ class RetentionScore(Score):
     is_signed = True
     gates = "trimkv"
     lookahead: ClassVar[int | None] = None
-    """n; None for that of the gates."""
+    """n; None if the gates say it."""
 
     def __call__(self, view: LayerView) -> Tensor:
         assert self.gates_in_use is not None, "build_policy gives them"

@@ -28,6 +28,7 @@ from tests.inputs import WITHOUT_GATES
 from tests.models import FAMILIES, PATCH, TinyModel, random_image, random_text
 from tests.models import random_video as video
 from vllm_tgvkv.config.server import CONFIG_KEY
+from vllm_tgvkv.engine import platforms
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -328,8 +329,39 @@ def test_every_method_keeps_whole_pages_of_the_prompt(family: Family) -> None:
         assert report["kept_tokens"] <= max(0.2 * length, BLOCK_SIZE + tail)
 
 
-def test_pruned_videos_are_refused(tiny_model: Callable[..., Path]) -> None:
-    """Only the worker knows which tokens of a pruned video remain."""
-    options = {"additional_config": {CONFIG_KEY: SERVER}, "video_pruning_rate": 0.5}
-    with pytest.raises(UnsupportedByEvictionError, match="pruned videos"):
-        EngineArgs(model=str(tiny_model("qwen3_vl")), **options).create_engine_config()
+def test_pruned_videos(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pruned video is one run; everything kept is stock, and chunks change no kept token.
+
+    vLLM's CPU model runner could prune, but never sets the attribute that says so.
+    """
+    folder, options = tiny_model("qwen2_5_vl"), {**OPTIONS, "video_pruning_rate": 0.5}
+    with pytest.raises(UnsupportedByEvictionError, match="--video-pruning-rate"):
+        EngineArgs(
+            str(folder), additional_config={CONFIG_KEY: SERVER}, **options
+        ).create_engine_config()
+    monkeypatch.setattr(platforms, "CPU", replace(platforms.CPU, prunes_videos=True))
+    text = random_text(1, 30) + TinyModel("qwen2_5_vl").video_text + random_text(2, 60)
+    frames = video(3, 6, 112, 112)
+    whole = 3 * 4 * 4  # two frames of 8 x 8 patches are 4 x 4 tokens
+    full = {"kv_eviction": "tgv", "kv_eviction_budget": 1.0}
+    ask = Scene(text, (), 24, full, videos=(frames,))
+    with engine(folder, SERVER, limit_mm_per_prompt={"video": 1}, **options) as running:
+        running.worker.model_runner.is_multimodal_pruning_enabled = True
+        running.add(ask)
+        (candidate,) = running.scheduler.candidates.values()
+        (run,) = candidate.prompt.vision
+        assert (run.length, run.grid) == (whole // 2, None)
+        while running.engine.has_unfinished_requests():
+            running.step()
+        plain = replace(ask, xargs={"kv_eviction": "none"})
+        assert running.tokens([ask]) == running.tokens([plain])
+        for method in ("tgv", "snapkv"):
+            asked = replace(ask, xargs={"kv_eviction": method, "kv_eviction_budget": 0.4})
+            other = Scene(random_text(7, 125), (), 8, asked.xargs)
+            (alone,), (_, beside) = running.run([asked]), running.run([other, asked])
+            length = len(alone.prompt_token_ids)
+            assert length == whole // 2 + len(running.llm.get_tokenizer().encode(text)) - 1
+            kept = [running.kept(output.request_id, length) for output in (alone, beside)]
+            assert torch.equal(*kept)
+            assert 0 < kept[0].float().mean() < 0.45
+            assert alone.outputs[0].token_ids == beside.outputs[0].token_ids

@@ -158,6 +158,10 @@ def test_grids_without_a_report() -> None:
     frames = [*[(4, (2, 2))] * 3, (1, (1, 1))]
     assert grids(feature(3, 13, modality="video"), ONEVISION) == frames
     assert grids(feature(3, 14, modality="video"), ONEVISION) == [(14, None)]
+    # Pruned, with the times between its frames as long as what was dropped.
+    fits = feature(3, 12, modality="video", reported={"video_grid_thw": (2, 4, 6)})
+    (pruned,) = map_prompt(50, [fits], model("qwen3_vl"), are_pruned=True).vision
+    assert pruned == VisionSpan(3, 12, None)
     tiles = feature(3, 18, range(1, 17), reported={"image_num_patches": 4})
     assert grids(tiles, model("internvl")) == [(4, (2, 2))] * 4
 

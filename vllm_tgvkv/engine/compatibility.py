@@ -23,6 +23,7 @@ from vllm_tgvkv.shared.layer_types import (
     sliding_layers,
     text_ranges,
 )
+from vllm_tgvkv.shared.prompt import prunes_videos
 from vllm_tgvkv.shared.vllm_versions import block_size_before_loading, ray_skips_worker
 
 if TYPE_CHECKING:
@@ -120,11 +121,9 @@ def clear_nominal_window(vllm_config: VllmConfig) -> None:
 def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     """List what the model may not be or have."""
     other = "serve another model"
-    text, vision = model.hf_text_config, model.multimodal_config
+    text = model.hf_text_config
     states = (model.is_hybrid or model.has_inner_state) and not has_delta_nets(model)
     window, sliding = _window(model), sliding_layers(text)
-    # Only the worker knows which tokens of a placeholder belong to a pruned video.
-    pruned = vision is not None and vision.is_multimodal_pruning_enabled()
     indexed = any(
         getattr(text, name, None) for name in ("sparse_attention_config", "index_n_heads")
     )
@@ -171,7 +170,6 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
         ),
         (indexed, "sparse attention (an indexer selects the keys)", other),
         (others, f"layers of kind {others}", other),
-        (pruned, "pruned videos (--video-pruning-rate)", "remove the flag"),
         (getattr(text, "attn_logit_softcapping", None), "soft-capped attention logits", other),
     )
 
@@ -594,6 +592,11 @@ def _worker_refusals(
             vllm_config.use_v2_model_runner and not platform.supports_model_runner_v2,
             "vLLM's model runner V2 on CPU",
             "set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            prunes_videos(vllm_config.model_config) and not platform.prunes_videos,
+            "pruned videos (--video-pruning-rate) on this platform, where vLLM prunes none",
+            "remove the flag",
         ),
     )
 

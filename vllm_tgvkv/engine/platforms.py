@@ -43,6 +43,8 @@ class Platform:
     fp8_model_dtype: str | None = None
     """Dtype of the model that they need; None for any."""
     supports_model_runner_v2: bool = True
+    prunes_videos: bool = True
+    """Whether vLLM's model runner can drop tokens of videos."""
     has_flash_versions: bool = False
     """Whether vLLM chooses among versions of FlashAttention by the GPU."""
 
@@ -60,6 +62,7 @@ CPU = Platform(
     quantised_caches=tuple(FP8),
     fp8_multiple=32,
     supports_model_runner_v2=False,
+    prunes_videos=False,
 )
 CUDA = Platform(
     "vllm_tgvkv.worker.cuda.EvictionGPUWorker",

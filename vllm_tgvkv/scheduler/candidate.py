@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from transformers import PretrainedConfig
+from vllm.config import ModelConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 
@@ -24,6 +24,7 @@ from vllm_tgvkv.shared.prompt import (
     RowSet,
     Voters,
     map_prompt,
+    prunes_videos,
     voters,
 )
 
@@ -284,7 +285,7 @@ def make_candidate(
     options: RequestOptions,
     config: EvictionConfig,
     block_size: int,
-    model: PretrainedConfig,
+    model: ModelConfig,
     max_model_len: int,
     num_sketch: Callable[[int], int] = lambda num_tokens: 0,
 ) -> Candidate | str:
@@ -306,7 +307,7 @@ def make_candidate(
     if num_tokens < block_size or (is_short and options.ceiling is None):
         return "prompt_too_short"
     policy = config.build_policy(options.policy)
-    prompt = map_prompt(num_tokens, request.mm_features, model)
+    prompt = map_prompt(num_tokens, request.mm_features, model.hf_config, prunes_videos(model))
     if reason := _refused_prompt(prompt, policy, config):
         return reason
     num_full = num_tokens // block_size

@@ -225,7 +225,7 @@ class EvictionScheduler(Scheduler):
             options,
             self.eviction_config,
             self.tokens_per_block,
-            self.vllm_config.model_config.hf_config,
+            self.vllm_config.model_config,
             self.max_model_len,
             self._num_sketch_blocks,
         )

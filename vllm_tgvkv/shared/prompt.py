@@ -15,6 +15,7 @@ import numpy as np
 from transformers.image_processing_utils import select_best_resolution
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 VISION_MODALITIES = frozenset({"image", "video"})
@@ -124,18 +125,29 @@ class Voters:
         return int(min(rows[0] for rows in self.sets.values()))
 
 
+def prunes_videos(model: ModelConfig) -> bool:
+    """Return whether vLLM drops tokens of this model's videos (`--video-pruning-rate`)."""
+    vision = model.multimodal_config
+    return vision is not None and vision.is_multimodal_pruning_enabled()
+
+
 def map_prompt(
-    num_tokens: int, features: Sequence[MultiModalFeatureSpec], model: Any = None
+    num_tokens: int,
+    features: Sequence[MultiModalFeatureSpec],
+    model: Any = None,
+    are_pruned: bool = False,
 ) -> PromptMap:
     """Find the vision runs of a prompt.
 
     Vision positions are the placeholder tokens of images and videos that carry embeddings. Each
-    tile of an image and each frame of a video is a run, with or without text between them.
+    tile of an image and each frame of a video is a run, with or without text between them. A
+    pruned video is one run with the times between its frames, which only the worker locates.
 
     Args:
         model: transformers configuration of the model, which determines the grids.
+        are_pruned: whether vLLM drops tokens of the videos, see `prunes_videos`.
     """
-    runs = (run for feature in features for run in _vision_runs(feature, model))
+    runs = (run for feature in features for run in _vision_runs(feature, model, are_pruned))
     return PromptMap(num_tokens, tuple(sorted(runs, key=lambda run: run.start)))
 
 
@@ -178,12 +190,15 @@ def _rows(prompt: PromptMap, kind: RowSet, observation_window: int) -> np.ndarra
     return text[-observation_window:] if len(text) else np.array([prompt.num_tokens - 1])
 
 
-def _vision_runs(feature: MultiModalFeatureSpec, model: Any) -> Iterator[VisionSpan]:
+def _vision_runs(
+    feature: MultiModalFeatureSpec, model: Any, are_pruned: bool
+) -> Iterator[VisionSpan]:
     if feature.modality not in VISION_MODALITIES:
         return
     embedded = feature.mm_position.extract_embeds_range()
     spans = [(start, last + 1 - start) for start, last in embedded if last >= start]
-    grids = _patch_grids(feature, model)
+    is_pruned = are_pruned and feature.modality == "video"
+    grids = None if is_pruned else _patch_grids(feature, model)
     runs = _split(spans, grids) if grids else None
     # If the grids do not fill the placeholder exactly, they belong to another model.
     yield from runs or [VisionSpan(start, length, None) for start, length in spans]

@@ -88,6 +88,7 @@ def test_values_reach_engine_and_eviction(serve_parser: FlexibleArgumentParser, 
     settings = EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY])
     assert settings.policy == values.pop("kv-eviction")
     assert settings.budget == Budget.parse(values.pop("kv-eviction-budget"), "the file")
+    assert settings.when == values.pop("kv-eviction-when")
     assert settings.active
     assert {key: getattr(made, key.replace("-", "_")) for key in values} == values
     made = engine_args(serve_parser, "--config", str(path), "--kv-eviction", "none")
@@ -137,11 +138,11 @@ def test_the_mix_of_the_readme_is_read(
     assert len(mix) == 1
     balanced = (CONFIGS / "qwen2.5-vl-7b/balanced.yaml").read_text()
     path = tmp_path / "mix.yaml"
-    path.write_text(balanced.replace("kv-eviction: tgv\n", mix[0]))
+    path.write_text(balanced.replace("kv-eviction: reach\n", mix[0]))
     made = engine_args(serve_parser, "--config", str(path))
     settings = EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY])
-    assert settings.policy == "plain_sums"
-    assert settings.methods["plain_sums"].score == "text_rows"
+    assert settings.policy == "reach_by_layer"
+    assert settings.methods["reach_by_layer"].allocation == "prefixkv"
 
 
 @pytest.mark.slow

@@ -643,17 +643,17 @@ def helm() -> Any:
     return pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 
 
-def all_rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects Helm makes of release `rel` in namespace `ns`."""
+def all_rendered(values: dict[str, Any], release: str = "rel") -> list[dict[str, Any]]:
+    """Return the objects Helm makes of a release in namespace `ns`."""
     with helm().Chart.load(CHART) as chart:
-        files = chart.render(values, name="rel", namespace="ns")
+        files = chart.render(values, name=release, namespace="ns")
     texts = [text for name, text in files.items() if not name.endswith("NOTES.txt")]
     return [found for text in texts for found in yaml.safe_load_all(text) if found]
 
 
-def rendered(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def rendered(values: dict[str, Any], release: str = "rel") -> dict[str, dict[str, Any]]:
     """Return the objects of a release by kind; there is one of each."""
-    objects = all_rendered(values)
+    objects = all_rendered(values, release)
     by_kind = {found["kind"]: found for found in objects}
     assert len(by_kind) == len(objects)
     return by_kind
@@ -861,7 +861,7 @@ def test_arguments_are_read_by_vllm(
         assert args.data_parallel_size == engines
         gpus = {part["nvidia.com/gpu"] for part in container["resources"].values()}
         assert gpus == {ranks * stages * engines // nodes}
-        assert args.kv_eviction == ("none" if "--kv-eviction" in arguments else "tgv")
+        assert args.kv_eviction == ("none" if "--kv-eviction" in arguments else "reach")
         assert (args.nnodes, args.node_rank) == (nodes, rank)
         assert args.headless == (rank > 0)
         assert args.api_server_count == (wanted.get("apiServerCount") if rank == 0 else None)
@@ -1138,6 +1138,37 @@ def annotations(group: dict[str, Any], alert: str, labels: dict[str, str]) -> di
             key: text.replace(f"{{{{ $labels.{name} }}}}", value) for key, text in found.items()
         }
     return found
+
+
+def test_a_canary_shares_weights_and_address_but_not_its_defaults() -> None:
+    """Both releases of docs/production.md: the Service finds their pods, their own ones do not."""
+    values = {"vision": LARGE, "canary": {**LARGE, **read(DOCKER / "helm/canary.yaml")}}
+    shared = read(DOCKER / "helm/both-releases.yaml")
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    kubernetes.validate(shared, kubernetes.latest_version(), strict=True)
+    claims, defaults = {}, {}
+    for name in values:
+        by_kind = rendered(values[name], name)
+        template = by_kind[DEPLOYMENT]["spec"]["template"]
+        labels, pod = template["metadata"]["labels"], template["spec"]
+        assert shared["spec"]["selector"].items() <= labels.items()
+        ports = [port["name"] for port in pod["containers"][0]["ports"]]
+        assert shared["spec"]["ports"][0]["targetPort"] in ports
+        own = by_kind["Service"]["spec"]["selector"]
+        assert own.items() <= labels.items()
+        assert own["app.kubernetes.io/instance"] == name
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        defaults[name] = volumes["defaults"]["configMap"]["name"]
+        (claims[name],) = (
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in volumes.values()
+            if "persistentVolumeClaim" in volume
+        )
+        assert (CLAIM in by_kind) == (name == "vision")
+    assert defaults == {"vision": "kv-eviction-defaults", "canary": "kv-eviction-canary"}
+    page = (ROOT / "docs/production.md").read_text()
+    assert all(f"create configmap {name} " in page for name in defaults.values())
+    assert claims["vision"] == claims["canary"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
 export HF_HUB_OFFLINE VLLM_NO_USAGE_STATS TOKENIZERS_PARALLELISM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel lint test test-all test-apparatus test-nightly test-fast test-gpu
+.PHONY: help setup wheel site release lint test test-all test-apparatus test-nightly test-fast test-gpu
 .PHONY: test-scheduler mutations compile-kernels next-vllm test-next
 .PHONY: demo demo-handover inspector page-model page-tower train-gates eval bench bench-all bench-gpu gpu-first-run loadtest soak soak-pressure clean
 
@@ -51,11 +51,26 @@ $(STAMP): pyproject.toml $(wildcard tools/cpu/*)
 	rm -rf tools/cpu/build tools/cpu/vllm.egg-info
 	touch $@
 
-# With this environment's setuptools, so nothing is downloaded. `build/` may hold files that are gone.
+# With this environment's setuptools, so nothing is downloaded. `build/lib` may hold files that are gone.
 wheel: setup ## dist/*.whl, to install in an environment that has vLLM
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	rm -rf build
+	rm -rf build/lib build/bdist.*
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+SITE := $(CURDIR)/build/site
+site: setup ## build/site/VERSION: the documentation as pages with search; a wrong link fails
+	rm -rf $(SITE)/source $(SITE)/$(VERSION) && mkdir -p $(SITE)/source
+	git ls-files -z | xargs -0 cp -P --parents -t $(SITE)/source
+	NO_MKDOCS_2_WARNING=1 SITE_NAME="vllm-tgvkv $(VERSION)" SITE_SOURCE=$(SITE)/source \
+		SITE_DIR=$(SITE)/$(VERSION) $(BIN)/mkdocs build --quiet --config-file tools/site/mkdocs.yml
+
+release: ## wheel and site of a version, once CHANGELOG.md gives it a date
+	@grep -qE '^## $(subst .,\.,$(VERSION)) \([0-9]{4}-[0-9]{2}-[0-9]{2}\)$$' CHANGELOG.md || \
+		{ echo "CHANGELOG.md has no '## $(VERSION) (YEAR-MONTH-DAY)': write the version's date."; exit 1; }
+	@test -z "$$(git status --porcelain)" || { echo "Commit or remove what git status lists."; exit 1; }
+	$(MAKE) lint wheel site
+	@echo "Ready: dist/*.whl and $(SITE)/$(VERSION). Tag the commit v$(VERSION)."
 
 lint: setup ## ruff, mypy, and the order of layers (import-linter)
 	$(BIN)/ruff check $(wildcard $(SOURCES))

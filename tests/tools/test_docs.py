@@ -6,9 +6,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -385,3 +387,33 @@ def test_forms_and_citation_are_what_github_reads() -> None:
     assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text()
     assert citation["authors"]
     assert all(reference["authors"] for reference in citation["references"])
+
+
+def test_site_has_every_page_and_search(tmp_path: Path) -> None:
+    """`make site` fails for a link that leads nowhere."""
+    made = make("site", f"SITE={tmp_path}", "VERSION=1.2.3")
+    assert made.returncode == 0, made.stdout + made.stderr
+    site = tmp_path / "1.2.3"
+    menu = (site / "docs/tuning.html").read_text()
+    assert "vllm-tgvkv 1.2.3" in menu
+    for page in PAGES:
+        name = re.sub(r"README\.md$", "index.md", f"{page.relative_to(ROOT)}")
+        found = (site / name).with_suffix(".html")
+        assert found.is_file()
+        assert f'href="{os.path.relpath(found, site / "docs")}"' in menu, f"the menu lacks {name}"
+    found = json.loads((site / "search/search_index.json").read_text())["docs"]
+    assert "docs/methods.html#reach-reach" in {entry["location"] for entry in found}
+    for css in re.findall(r'(?:href|src)="(https?:[^"]*)"', (site / "index.html").read_text()):
+        assert "fonts" not in css, "a page fetches from another server"
+
+
+def test_release_wants_the_date_of_a_version() -> None:
+    refused = make("release", "VERSION=9.9.9")
+    assert refused.returncode != 0
+    assert "CHANGELOG.md has no '## 9.9.9 (YEAR-MONTH-DAY)'" in refused.stdout
+
+
+def make(target: str, *variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a target with the environment of these tests."""
+    words = ["make", target, f"VENV={sys.prefix}", "-o", "setup", *variables]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)

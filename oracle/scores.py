@@ -19,6 +19,7 @@ ROWS_OF_SCORE = {
     "text_rows": "text",
     "vlcache": "after_vision",
     "aircache": "after_vision",
+    "aircache_query_heads": "after_vision",
     "snapkv": "window",
     "rkv": "window",
     "mixkv": "window",
@@ -77,6 +78,12 @@ def aircache_scores(token_set: TokenSet, case: Case) -> Tensor:
 
 def vv_tt_scores(token_set: TokenSet, case: Case) -> Tensor:
     """Return column sums over the rows of the token's own modality."""
+def aircache_scores_of_heads(token_set: TokenSet, case: Case) -> Tensor:
+    """Return the same with an elite for each query head, mean over the query heads."""
+    alone = [TokenSet(head[None], head) for head in token_set.heads]
+    return torch.stack([aircache_scores(each, case) for each in alone]).mean(0)
+
+
     vision = torch.tensor(case.layout.vision)
     return torch.where(vision, token_set.mean[vision].sum(0), token_set.mean[~vision].sum(0))
 
@@ -266,3 +273,4 @@ SCORES: dict[str, ScoreFunction] = {
     "kvzap": lambda token_set, case: torch.tensor(gates_of(token_set), dtype=torch.float64),
     "recency": lambda token_set, case: torch.arange(case.layout.length, dtype=torch.float64),
 }
+    "aircache_query_heads": aircache_scores_of_heads,

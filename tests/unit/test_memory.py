@@ -87,7 +87,14 @@ MOST_TOKENS_OF_RKV = 1 << 14
 """Its operations are as many as its tokens: more would take minutes."""
 HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap")
 LAYER_METHODS = [name for name in METHOD_NAMES if name not in HEAD_ONLY and not has_summaries(name)]
-METHODS = [*((name, "head") for name in METHOD_NAMES), *((name, "layer") for name in LAYER_METHODS)]
+MIXES = {
+    "aircache_query_heads": {"base": "aircache", "score": "aircache_query_heads"},
+}
+"""Methods that take more memory than their bases."""
+METHODS = [
+    *((name, "head") for name in METHOD_NAMES),
+    *((name, "layer") for name in (*LAYER_METHODS, "aircache_query_heads")),
+]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -131,9 +138,15 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
     if policy in METHOD_NAMES and (kind := gates_of(policy)) is not None:
         others["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
     return AdjustedConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
+    if policy in MIXES:
+        others["methods"] = {policy: MIXES[policy]}
 
 
 def takes_auto(policy: Policy) -> bool:
+def summarises(method: str) -> bool:
+    return has_summaries(MIXES[method]["base"] if method in MIXES else method)
+
+
     return policy.score.rows != "none" and policy.summaries is None
 
 
@@ -208,7 +221,7 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     is_fp8: bool,
 ) -> None:
     """Nor much less: with any budget, guarded where it may be, the whole prompt in one chunk."""
-    if is_fp8 and has_summaries(method):
+    if is_fp8 and summarises(method):
         pytest.skip("refused")
     if method == "rkv":
         num_tokens = min(num_tokens, MOST_TOKENS_OF_RKV)
@@ -317,7 +330,7 @@ def lines_of(config: EvictionConfig, **sizes: int) -> dict[str, int]:
 
 
 CUT_AGAIN = {"schedule": [[0, 0.9], [40, 0.5]]}
-ONCE = ("vlcache", "aircache", "elastic")
+ONCE = ("vlcache", "aircache", "aircache_query_heads", "elastic")
 """Methods that `decode` refuses."""
 
 
@@ -337,7 +350,7 @@ def test_a_later_eviction_takes_no_more_than_is_set_aside(
 
     And no operation waits for the device.
     """
-    num_tokens = 1 << 15 if has_summaries(method) else TOKENS
+    num_tokens = 1 << 15 if summarises(method) else TOKENS
     num_tokens = MOST_TOKENS_OF_RKV if method == "rkv" else num_tokens
     config = settings(method, granularity, query_rows=544, decode=CUT_AGAIN)
     with NoSynchronisation():
@@ -366,7 +379,7 @@ def test_pooling_takes_no_more_than_scoring(
     with LiveBytes() as live:
         scores = torch.empty(num_sets, num_tokens, device="meta")
         Pooler(pooling, num_tokens, images, scores.device)(scores)
-    assert live.most <= build_policy("snapkv").scoring_bytes(0) * num_sets * num_tokens
+    assert live.most <= build_policy("snapkv").scoring_bytes(0, 1) * num_sets * num_tokens
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -159,8 +159,13 @@ def test_rows_before_the_image_count_only_for_text_before_it() -> None:
 # -- AirCache ---------------------------------------------------------------------------------
 
 
-def aircache_scores(inputs: Inputs, instruction: list[int], vision: list[int]) -> list[Tensor]:
-    """Return each layer's importance of the vision tokens, by equations 4 to 8."""
+def aircache_scores(
+    inputs: Inputs, instruction: list[int], vision: list[int], by_query_head: bool = False
+) -> list[Tensor]:
+    """Return each layer's importance of the vision tokens, by equations 4 to 8.
+
+    The elite is one for all query heads, or each of them has its own.
+    """
     scores = []
     for layer in range(LAYERS):
         logits = [
@@ -171,12 +176,15 @@ def aircache_scores(inputs: Inputs, instruction: list[int], vision: list[int]) -
         ]
         heads = torch.cat(logits)  # [Q, P, P]
         assert len(heads) == HEADS * GROUP
-        last = heads[:, instruction[-1]][:, instruction].softmax(-1).mean(0)
-        elite = [j for j, a in zip(instruction, last, strict=True) if a >= 0.9 * last.max()]
+        parts = heads.split(1 if by_query_head else len(heads))
         importance = torch.zeros(len(vision), dtype=torch.float64)
-        for i in elite:
-            keys = vision + [j for j in elite if j <= i]
-            importance += heads[:, i][:, keys].softmax(-1).mean(0)[: len(vision)] / len(elite)
+        for part in parts:
+            last = part[:, instruction[-1]][:, instruction].softmax(-1).mean(0)
+            elite = [j for j, a in zip(instruction, last, strict=True) if a >= 0.9 * last.max()]
+            for i in elite:
+                keys = vision + [j for j in elite if j <= i]
+                of_row = part[:, i][:, keys].softmax(-1).mean(0)[: len(vision)]
+                importance += of_row / len(elite) / len(parts)
         scores.append(importance)
     return scores
 
@@ -195,7 +203,9 @@ def skewness(values: Tensor) -> Tensor:
         ("aircache_skewness", 0.0, 1.0),
     ],
 )
-def test_aircache(allocation: str, by_strength: float, by_skewness: float) -> None:
+def test_aircache(
+    allocation: str, by_strength: float, by_skewness: float, by_query_head: bool
+) -> None:
     """The paper's method and the three of its ablation of layer budgets; all text is kept."""
     layout, text, vision = images_and_text()
     instruction = [j for j in text if j > vision[-1]]
@@ -207,16 +217,17 @@ def test_aircache(allocation: str, by_strength: float, by_skewness: float) -> No
         noisy = [x * (1 + 1e-5 * torch.randn_like(x)) for x in inputs.keys]
         changed = Inputs(inputs.queries, noisy, inputs.values, inputs.attention, inputs.gates)
         pairs = zip(
-            aircache_scores(inputs, instruction, vision),
-            aircache_scores(changed, instruction, vision),
+            aircache_scores(inputs, instruction, vision, by_query_head),
+            aircache_scores(changed, instruction, vision, by_query_head),
             strict=True,
         )
         return all(torch.allclose(*pair, rtol=1e-3) for pair in pairs)
 
     inputs = draw(layout, is_clear)
-    policy = build_policy(Mix("aircache", allocation=allocation))
+    score = "aircache_query_heads" if by_query_head else "aircache"
+    policy = build_policy(Mix("aircache", score=score, allocation=allocation))
     seen = look(policy, inputs, layout, settings)
-    scores = torch.stack(aircache_scores(inputs, instruction, vision))
+    scores = torch.stack(aircache_scores(inputs, instruction, vision, by_query_head))
     torch.testing.assert_close(seen.raw[:, 0][:, vision].double(), scores, rtol=1e-4, atol=1e-6)
     strength = scores.sum(1) / scores.sum()
     skewed = torch.stack([skewness(of_layer).clamp(min=0) for of_layer in scores])
@@ -272,6 +283,7 @@ def test_vl_cache() -> None:
 
 
 @pytest.mark.parametrize(("score", "horizon"), [("trimkv", 2), ("trimkv_next", 1)])
+@pytest.mark.parametrize("by_query_head", [False, True], ids=["layer", "query heads"])
 def test_retention_over_the_horizon(score: str, horizon: int) -> None:
     """Equation 9: the sum of beta^(s - i) over the steps s to come, of token i at time t."""
     layout = Layout(60)

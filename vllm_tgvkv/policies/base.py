@@ -160,6 +160,8 @@ class Score(ABC):
 
     def __init__(self, rows: RowSet | None = None, gates_in_use: Gates | None = None) -> None:
         """Take the rows of a mix, and the served model's gates if the score names a kind."""
+    by_query_head: ClassVar[bool] = False
+    """Whether it looks at query heads one by one, which takes memory for each."""
         self.rows = rows or self.rows
         self.gates_in_use = gates_in_use
 
@@ -293,13 +295,13 @@ class Policy:
         """Whether one call can score several layers; one of places alone depends on its layer."""
         return self.score.rows != "none" or self.score.gates is not None
 
-    def scoring_bytes(self, num_rows: int) -> int:
+    def scoring_bytes(self, num_rows: int, query_heads: int) -> int:
         """Return a bound of what scoring and pooling take for each token of a token set.
 
-        On a GPU, with `num_rows` observation rows; head averages that are kept are a buffer of
-        their own.
+        On a GPU, with `num_rows` observation rows and `query_heads` in the set; head averages that
+        are kept are a buffer of their own.
         """
-        return max(64, 4 * num_rows)
+        return max(64, 4 * num_rows) + 16 * query_heads * self.score.by_query_head
 
     def scores(self, view: LayerView) -> Tensor:
         """Return the scores of one layer before pooling, float32 `[S, P]`."""

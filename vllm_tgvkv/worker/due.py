@@ -194,10 +194,12 @@ def _layers_at_once(
     if not together or not policy.scores_layers_together:
         return 1
     num_rows = len(eviction.voters.rows[eviction.first_row :])
-    num_sets = context.shape.num_heads if policy.granularity == "head" else 1
+    shape = context.shape
+    num_sets = shape.num_heads if policy.granularity == "head" else 1
     columns = num_sets * (keys.num_tokens + 128)
     of_layer = max(
-        columns * policy.scoring_bytes(num_rows),
+    query_heads = shape.num_heads * shape.group_size // num_sets
+        columns * policy.scoring_bytes(num_rows, query_heads),
         context.queries.row_bytes * max(num_rows, context.num_waiting_rows),
     )
-    return max(1, min(context.shape.num_layers, context.workspace_bytes // of_layer))
+    return max(1, min(shape.num_layers, context.workspace_bytes // of_layer))

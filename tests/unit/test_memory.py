@@ -89,10 +89,11 @@ HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap")
 LAYER_METHODS = [name for name in METHOD_NAMES if name not in HEAD_ONLY and not has_summaries(name)]
 MIXES = {
     "aircache_query_heads": {"base": "aircache", "score": "aircache_query_heads"},
+    "h2o_accumulated": {"base": "h2o", "score": "h2o_accumulated"},
 }
 """Methods that take more memory than their bases."""
 METHODS = [
-    *((name, "head") for name in METHOD_NAMES),
+    *((name, "head") for name in (*METHOD_NAMES, "h2o_accumulated")),
     *((name, "layer") for name in (*LAYER_METHODS, "aircache_query_heads")),
 ]
 
@@ -137,16 +138,16 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
         others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
     if policy in METHOD_NAMES and (kind := gates_of(policy)) is not None:
         others["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
-    return AdjustedConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
     if policy in MIXES:
         others["methods"] = {policy: MIXES[policy]}
+    return AdjustedConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
 
 
-def takes_auto(policy: Policy) -> bool:
 def summarises(method: str) -> bool:
     return has_summaries(MIXES[method]["base"] if method in MIXES else method)
 
 
+def takes_auto(policy: Policy) -> bool:
     return policy.score.rows != "none" and policy.summaries is None
 
 
@@ -621,6 +622,7 @@ def test_the_page_has_these_formulas() -> None:
     formulas = dict(re.findall(r"^\| (\w[\w ]*) \| `([^`]+)` \|", section, re.MULTILINE))
     for method, granularity, more in (
         ("h2o", "head", {}),
+        ("h2o_accumulated", "head", {"decode": CUT_AGAIN}),
         ("tgv", "layer", {}),
         ("dbtrimkv", "head", {"decode": CUT_AGAIN}),
         ("kvzap", "head", {}),
@@ -654,7 +656,8 @@ def test_the_page_has_these_formulas() -> None:
             "MiB": 1 << 20,
             "max": max,
             "min": min,
-            "all": int(method == "h2o"),
+            "all": int(method.startswith("h2o")),
+            "carries": int(config.carries_scores),
             "auto": int(config.auto_weight(policy) == 1),
             "apart": 0,
             "attends": int(policy.score.rows != "none"),
@@ -664,7 +667,7 @@ def test_the_page_has_these_formulas() -> None:
             "gates": int(config.gates is not None),
         }
         checked = {name: eval(formula, {}, symbols) for name, formula in formulas.items()}
-        of_block = checked.pop("region state") + checked.pop("gate outputs")
+        of_block = sum(map(checked.pop, ("region state", "gate outputs", "carried scores")))
         assert of_block == memory_outside_pool(config, sizes).block_bytes
         absent = {"votes": 0, "way to the tier": checked["way to the tier"]}
         assert checked == absent | {name: found[name] for name in checked if name in found}

@@ -136,6 +136,7 @@ def due_eviction(
         is_vision=context.to_device(observed.is_vision()),
         sinks=sinks,
         images=eviction.prompt.vision,
+        was_cut=not eviction.is_whole,
     )
     stored = None
     if eviction.stored is not None:
@@ -197,8 +198,8 @@ def _layers_at_once(
     shape = context.shape
     num_sets = shape.num_heads if policy.granularity == "head" else 1
     columns = num_sets * (keys.num_tokens + 128)
-    of_layer = max(
     query_heads = shape.num_heads * shape.group_size // num_sets
+    of_layer = max(
         columns * policy.scoring_bytes(num_rows, query_heads),
         context.queries.row_bytes * max(num_rows, context.num_waiting_rows),
     )

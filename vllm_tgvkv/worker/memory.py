@@ -121,10 +121,11 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     policies = [config.build_policy(name) for name in config.method_names if name != NONE]
     methods = {policy.name: _of_method(config, policy, sizes) for policy in policies}
     method = max(methods, key=lambda name: sum(methods[name].values()))
-    # The state of a region; of each key its position, if regions are cut again, and its gate's
-    # output.
-    of_keys = config.keeps_positions + (config.gates is not None)
+    # The state of a region; of each key its position, if regions are cut again, its gate's output,
+    # and its score.
+    of_keys = config.keeps_positions + (config.gates is not None) + config.carries_scores
     of_block = 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
+    of_block += 4 * config.carries_scores  # how many tokens of a region have scores
     lines = {**_of_server(config, sizes), **_of_recall(config, sizes), **methods[method]}
     return Memory(lines, of_block, method)
 

@@ -258,7 +258,8 @@ class Cutter:
         if not layout.images and eviction.text_only == "keep":
             return None
         has_later = eviction.schedule or eviction.ceiling is not None or eviction.changes
-        if eviction.merges and has_later and mix_of(eviction.method, eviction).score != "fixed_place":
+        merges_again = eviction.merges and mix_of(eviction.method, eviction).score != "fixed_place"
+        if merges_again and has_later:
             raise ValueError(f"{eviction.method} merges; that is defined for one cut only")
         kept, so_far = moment.kept, replace(layout, length=moment.length, answer=moment.answer)
         if eviction.changes is not None:

@@ -245,7 +245,10 @@ def observe(
             num_new = layout.length - earlier.scores.shape[-1]
             carried = functional.pad(earlier.scores.nan_to_num(), (0, num_new))
             token_sets = [
-                [replace(token_set, carried=of_set) for token_set, of_set in zip(*sets, strict=True)]
+                [
+                    replace(token_set, carried=of_set)
+                    for token_set, of_set in zip(*sets, strict=True)
+                ]
                 for sets in zip(token_sets, carried, strict=True)
             ]
     if scores is None:

@@ -181,8 +181,8 @@ def test_waits_in_a_small_pool(small: SteppedEngine, oracle: Oracle) -> None:
 
 
 def test_a_schedule_evicts_in_steps(small: SteppedEngine, oracle: Oracle) -> None:
-    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "accumulated", "forward", "largest")
-    cases = [Case(name, 6, 0.6) for name in (*names, "rkv", "mixkv", "sparsemm")]
+    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "forward", "largest")
+    cases = [Case(name, 6, 0.6) for name in (*names, "rkv", "mixkv", "sparsemm", "accumulated")]
     asks = [replace(c.ask(i), xargs=step_xargs(c)) for i, c in enumerate(cases)]
     assert_agrees(small, oracle, cases, small.run(asks), schedule=LATER, answer_rows=ANSWER_ROWS)
     assert small.preempted

@@ -395,11 +395,11 @@ def test_methods_that_evict_only_once_are_refused_with_decode(mix: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "mix", [{"base": "h2o", "score": "h2o_accumulated"}, {"base": "elastic", "score": "fixed_place"}]
+    ("base", "score"), [("h2o", "h2o_accumulated"), ("elastic", "fixed_place")]
 )
-def test_recall_is_refused_where_later_cuts_go_by_earlier_ones(mix: dict[str, Any]) -> None:
+def test_recall_is_refused_where_later_cuts_go_by_earlier_ones(base: str, score: str) -> None:
     """Which tokens come back is not known to them. Without recall a ceiling takes both."""
-    values = {"policy": "mine", "methods": {"mine": mix}}
+    values = {"policy": "mine", "methods": {"mine": {"base": base, "score": score}}}
     assert EvictionConfig.from_mapping({**values, "decode": {"max_tokens": 512}})
     said = refusal(lambda: EvictionConfig.from_mapping({**values, "recall": {"gib": 1}}))
     assert_says(str(said), "is 'mine' with recall, and it goes by what earlier cuts left")

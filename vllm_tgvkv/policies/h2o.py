@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import LayerView, VoteScore
+from vllm_tgvkv.policies.base import LayerView, Score, VoteScore
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
 
 
@@ -25,14 +25,14 @@ class HeavyHitterScore(VoteScore):
 
 
 @SCORES.register("h2o_accumulated")
-class AccumulatedScore(HeavyHitterScore):
+class AccumulatedScore(Score):
     """The same, to which each later cut adds the rows that vote there, over the keys that are left.
 
     So a token's score is the attention that it has got from the prompt and from the answer.
     """
 
+    rows = "all"
     other_rows = ()
-    reductions = ("mean",)
     granularities = ("head",)
     accumulates = True
 

@@ -122,9 +122,10 @@ PRINTED: dict[str, Mix] = {
         "aircache",
         _each("budget", "allocation", "uniform", "aircache_strength", "aircache_skewness"),
     ),
+    "aircache_query_heads": {"base": "aircache", "score": "aircache_query_heads"},
 }
-"""Mixes that papers define: TGV-KV with rows of all text, Ada-Pyramid-KV, and AirCache's ablation
-of layer budgets."""
+"""Mixes that papers define: TGV-KV with rows of all text, Ada-Pyramid-KV, AirCache's ablation of
+layer budgets, and AirCache with an elite for each query head."""
 
 SUMMARIES: dict[str, Mix] = {
     **{f"{n}_summaries": {"base": n, "summaries": "both"} for n in ("tgv", "snapkv", "reach")},

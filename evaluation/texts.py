@@ -112,6 +112,8 @@ _LARGEST = (
     arm(DEFAULT, 0.2),
 )
 
+_SMALL = crossed((DEFAULT, "reach_budget_adakv", "reach_budget_prefixkv"), (0.05,))
+
 COPY = TextTask("copy", "prose", 1024, 20)
 """A long answer."""
 
@@ -226,6 +228,12 @@ PARTS = {
         DEFAULT,
         REACH,
         0.1,
+    ),
+    "small": Part(
+        "Layer budgets at 5 %",
+        f"`{DEFAULT}` without a wait, with equal budgets and with those of `adakv` and `prefixkv`.",
+        (Cells((number("prose", 1024), number("prose", 2048), KEYS[1]), _SMALL, 40),),
+        paired((_SMALL[0],) * 2, _SMALL[1:]),
     ),
     "kvzap": _trained(
         "KVzap",

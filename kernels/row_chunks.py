@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_tgvkv.kernels.statistics import (
     THRESHOLD,
+    Attention,
     FirstPass,
     ObservedAttention,
     ObservedRows,
@@ -298,6 +299,9 @@ class _GivenAttention(TorchAttention):
 
     def row_chunks(self, layer: int, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
         yield slice(first, self.num_rows), self._given[:, :, first:]
+
+    def mean_of_query_heads(self, find: Callable[[Attention], Tensor]) -> Tensor:
+        raise NotImplementedError("recall refuses the methods that look at query heads one by one")
 
 
 def observe_logits(

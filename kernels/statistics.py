@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal, NoReturn, Protocol, TypeVar
 
@@ -226,6 +226,14 @@ class Attention(Protocol):
             nothing.
         """
         _not_observed("renormalised_column_sums", _FEW_ROWS)
+
+    def mean_of_query_heads(self, find: Callable[[Attention], Tensor]) -> Tensor:
+        """Return the mean over each set's query heads of what `find` returns, float32 `[S, P]`.
+
+        `find` gets the attention of query heads, a set each, those of a set side by side, and
+        returns one row for each of them, `[sets, P]`.
+        """
+        _not_observed("mean_of_query_heads", _FEW_ROWS)
 
 
 _FEW_ROWS = "'text', 'after_vision', 'window'"
@@ -452,6 +460,21 @@ class ObservedAttention(Attention, ABC):
     def renormalised_column_sums(
         self, keys: Tensor, weights: Tensor, last_row_only: bool = False
     ) -> Tensor: ...
+
+    def mean_of_query_heads(self, find: Callable[[Attention], Tensor]) -> Tensor:
+        rows, group = self._rows, self.group_size
+        visible = rows.num_visible
+        if visible.shape[0] > 1:
+            visible = visible.repeat_interleave(group, dim=0)
+        apart = replace(
+            rows,
+            queries=rows.queries.flatten(2, 3).unsqueeze(3),
+            tables=rows.tables.repeat_interleave(group, dim=0),
+            num_visible=visible,
+            sinks=None if rows.sinks is None else rows.sinks.flatten(1).unsqueeze(2),
+        )
+        by_head = observe_layers(apart, workspace_bytes=self._workspace_bytes)
+        return find(by_head).unflatten(0, (self.num_groups, -1)).mean(dim=1)
 
     @cached_property
     @abstractmethod

@@ -258,7 +258,8 @@ class Cutter:
         if not layout.images and eviction.text_only == "keep":
             return None
         has_later = eviction.schedule or eviction.ceiling is not None or eviction.changes
-        if eviction.merges and has_later:
+        merges_again = eviction.merges and mix_of(eviction.method, eviction).score != "fixed_place"
+        if merges_again and has_later:
             raise ValueError(f"{eviction.method} merges; that is defined for one cut only")
         kept, so_far = moment.kept, replace(layout, length=moment.length, answer=moment.answer)
         if eviction.changes is not None:
@@ -321,7 +322,8 @@ class Cutter:
             if answer_rows is None:
                 answer_rows = min(eviction.answer_rows, moment.answer - since)
             voters = range(moment.length - answer_rows, moment.length)
-            earlier = Earlier(kept, tuple(voters))
+            before = self.cuts[-1].selection.scores if self.cuts else None
+            earlier = Earlier(kept, tuple(voters), before)
         attention = moment.attention()
         given = (eviction.method, attention, layout, self.kv_heads, settings)
         states = moment.states()
@@ -606,8 +608,8 @@ class Oracle:
                 rows have been computed. What was hidden once stays hidden until everything
                 comes back.
             tokens: answer to follow in place of the greedy one.
-            merging: among this many first positions, those that a cut hides are merged into those
-                that it leaves.
+            merging: among this many first positions, those that the first cut hides are merged into
+                those that it leaves.
             absorb: called with what a cut looked at and what it leaves, it returns what later
                 queries read of the rest, in place of what the cut before returned.
             whole_after: by answer tokens whose rows have been computed, behind any cut: nothing is
@@ -651,6 +653,7 @@ class Oracle:
                     absorbed = absorb(moment, kept)
                 if merging:
                     self._merge(cache, kept, merging)
+                    merging = 0
             kept = kept if (chosen_again := choose(moment)) is None else chosen_again
             if (recomputes := (whole_after or {}).get(moment.answer)) is not None:
                 kept, absorbed = torch.ones_like(kept), None

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from oracle.allocations import ALLOCATIONS, EXACT_ALLOCATIONS, Evidence
 from oracle.kernels import apportion
@@ -131,11 +132,13 @@ class Selection:
         kept: bool [L, H, P].
         pages: int [L, H], full pages per (layer, head); t0 if nothing is evicted.
         blocks: retained blocks k; t0 if nothing is evicted.
+        scores: float64 [L, S, P], unpooled; NaN for what was evicted before.
     """
 
     kept: Tensor
     pages: Tensor
     blocks: int
+    scores: Tensor | None = None
 
     @property
     def evicts(self) -> bool:
@@ -194,6 +197,7 @@ def select(
         torch.cat([part.kept for part in parts]),
         torch.cat([part.pages for part in parts]),
         max(part.blocks for part in parts),
+        torch.stack([torch.stack(layer).double() for layer in evidence.raw]),
     )
 
 
@@ -237,6 +241,16 @@ def observe(
             ]
             for layer, sets in enumerate(token_sets)
         ]
+        if earlier.scores is not None:
+            num_new = layout.length - earlier.scores.shape[-1]
+            carried = functional.pad(earlier.scores.nan_to_num(), (0, num_new))
+            token_sets = [
+                [
+                    replace(token_set, carried=of_set)
+                    for token_set, of_set in zip(*sets, strict=True)
+                ]
+                for sets in zip(token_sets, carried, strict=True)
+            ]
     if scores is None:
         raw = [[SCORES[mix.score](token_set, case) for token_set in layer] for layer in token_sets]
     else:

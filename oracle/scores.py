@@ -19,10 +19,13 @@ ROWS_OF_SCORE = {
     "text_rows": "text",
     "vlcache": "after_vision",
     "aircache": "after_vision",
+    "aircache_query_heads": "after_vision",
     "snapkv": "window",
     "rkv": "window",
     "mixkv": "window",
     "h2o": "all",
+    "h2o_accumulated": "all",
+    "fixed_place": "text",
     "vv_tt": "all",
     "retentive_rows": "text",
     "retentive_spread": "text",
@@ -75,6 +78,12 @@ def aircache_scores(token_set: TokenSet, case: Case) -> Tensor:
     return torch.where(torch.tensor(vision), total, plain)
 
 
+def aircache_scores_of_heads(token_set: TokenSet, case: Case) -> Tensor:
+    """Return the same with an elite for each query head, mean over the query heads."""
+    alone = [TokenSet(head[None], head) for head in token_set.heads]
+    return torch.stack([aircache_scores(each, case) for each in alone]).mean(0)
+
+
 def vv_tt_scores(token_set: TokenSet, case: Case) -> Tensor:
     """Return column sums over the rows of the token's own modality."""
     vision = torch.tensor(case.layout.vision)
@@ -90,6 +99,26 @@ def voted(name: str) -> Callable[[TokenSet, Case], Tensor]:
             return observed.sum(0)
         return torch.stack([max(column) for column in observed.T])
 
+    return scores
+
+
+def accumulated_scores(token_set: TokenSet, case: Case) -> Tensor:
+    """Return the column sums over the rows of this cut and of all cuts before."""
+    sums = voted("all")(token_set, case)
+    return sums if token_set.carried is None else sums + token_set.carried
+
+
+def fixed_place_scores(token_set: TokenSet, case: Case) -> Tensor:
+    """Return the column sums; at later cuts a ranking, the last 25 of what is left, then the first.
+
+    It is 0 for what is gone.
+    """
+    if token_set.alive is None:
+        return voted("text")(token_set, case)
+    left = [j for j in range(case.layout.length) if token_set.has(j)]
+    scores = torch.zeros(case.layout.length, dtype=torch.float64)
+    for rank, j in enumerate([*left[-25:], *left[:-25]]):
+        scores[j] = len(left) - rank
     return scores
 
 
@@ -258,7 +287,10 @@ SCORES: dict[str, ScoreFunction] = {
     "retentive_rows": retentive_scores(row_entropies),
     "retentive_spread": retentive_scores(spreads),
     "h2o": voted("all"),
+    "h2o_accumulated": accumulated_scores,
+    "fixed_place": fixed_place_scores,
     "aircache": aircache_scores,
+    "aircache_query_heads": aircache_scores_of_heads,
     "vv_tt": vv_tt_scores,
     "trimkv": trimkv_scores,
     "trimkv_next": lambda token_set, case: trimkv_scores(token_set, replace(case, lookahead=1)),

@@ -69,10 +69,12 @@ class Earlier:
     Attributes:
         kept: bool [L, H, P], the keys that each head still has; P counts the answer.
         voters: positions of the rows that vote, whatever row sets the method names.
+        scores: [L, S, P'], of the cut before, of the P' tokens that there were.
     """
 
     kept: Tensor
     voters: tuple[int, ...]
+    scores: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,14 @@ class TokenSet:
         mean: float64 [P, P], their mean.
         alive: bool [P], the keys that earlier cuts left; None if there was no cut.
         states: of a KV head, where they are given.
+        carried: [P], scores of the cut before, 0 for what came after it; None at the first cut.
     """
 
     heads: Tensor
     mean: Tensor
     alive: Tensor | None = None
     states: HeadStates | None = None
+    carried: Tensor | None = None
 
     def has(self, j: int) -> bool:
         """Return whether the key at position j was not evicted before."""

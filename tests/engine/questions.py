@@ -23,6 +23,8 @@ MIXES: dict[str, dict[str, Any]] = {
     "forward": {"base": "snapkv", "pooling": AHEAD},
     "largest": {"base": "snapkv", "pooling": AHEAD, "reduce": "max"},
     "answer": {"base": "snapkv", "rows": "answer", "retain": "by_score"},
+    "accumulated": {"base": "h2o", "score": "h2o_accumulated"},
+    "place": {"base": "elastic", "score": "fixed_place"},
 }
 
 

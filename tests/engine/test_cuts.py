@@ -46,6 +46,8 @@ def oracles(name: str) -> str | Mix:
         return METHODS[name]
     if name == "answer":
         return replace(METHODS["snapkv"], rows="answer", retain="by_score")
+    if name in ("accumulated", "place"):
+        return replace(METHODS[MIXES[name]["base"]], score=MIXES[name]["score"])
     ahead = replace(METHODS["snapkv"], pooling=Pool("sequence", forward=6, back=1))
     return replace(ahead, reduce="max") if name == "largest" else ahead
 
@@ -179,8 +181,8 @@ def test_waits_in_a_small_pool(small: SteppedEngine, oracle: Oracle) -> None:
 
 
 def test_a_schedule_evicts_in_steps(small: SteppedEngine, oracle: Oracle) -> None:
-    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "h2o", "forward", "largest")
-    cases = [Case(name, 6, 0.6) for name in (*names, "rkv", "mixkv", "sparsemm")]
+    names = ("tgv", "snapkv", "adakv", "streaming", "pyramidkv", "forward", "largest")
+    cases = [Case(name, 6, 0.6) for name in (*names, "rkv", "mixkv", "sparsemm", "accumulated")]
     asks = [replace(c.ask(i), xargs=step_xargs(c)) for i, c in enumerate(cases)]
     assert_agrees(small, oracle, cases, small.run(asks), schedule=LATER, answer_rows=ANSWER_ROWS)
     assert small.preempted
@@ -267,7 +269,7 @@ def test_a_ceiling_bounds_a_long_answer(whole: SteppedEngine, oracle: Oracle) ->
     The last budgets are above the ceiling, which bounds the first cut as well.
     """
     names = ("snapkv", "adakv", "tgv", "streaming", "rkv", "mixkv", "sparsemm")
-    cases = [Case(name, 3) for name in names]
+    cases = [Case(name, 3) for name in (*names, "accumulated", "place")]
     cases += [Case("snapkv", 0, 0.9), Case("tgv", 3, 0.7)]
     asks = [
         replace(ask, max_tokens=200, xargs={**ask.xargs, "kv_eviction_max_tokens": 96})

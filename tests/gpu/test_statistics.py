@@ -69,7 +69,10 @@ def check_sets(attention: ObservedAttention, sets: Sequence[SharedSet]) -> None:
     for size in {1, num_sets}:
         weights = torch.rand(size, num_rows)
         agree(attention.weighted_column_sums(weights.to(device)), weighted(weights))
-    agree(attention.column_sums, padded([s.column_sums for s in sets]))
+    sums = padded([s.column_sums for s in sets])
+    if attention.head_size:  # else of given logits
+        agree(attention.mean_of_query_heads(lambda heads: heads.column_sums), sums)
+    agree(attention.column_sums, sums)
     agree(attention.column_maxima, padded([s.column_maxima for s in sets]))
     mixed = torch.rand(num_sets, 2, num_rows)
     expected = torch.stack([weighted(weights) for weights in mixed.unbind(1)], dim=1)
@@ -655,6 +658,7 @@ METHODS = [
     *(Mix(allocation=part) for part in ("vv", "tt", "entropy")),
     Mix(score="vv_tt", granularity="head"),
     Mix("snapkv", reduce="max"),
+    *(Mix("aircache", "aircache_query_heads", granularity=kind) for kind in ("head", "layer")),
 ]
 
 

@@ -282,6 +282,14 @@ REFUSED = [
         kv_transfer_config=CONNECTOR,
         speculative_config={"method": "ngram", "num_speculative_tokens": 2},
     ),
+    case(
+        "and methods that add up attention over cuts (h2o_accumulated)",
+        kv_transfer_config={**CONNECTOR, "kv_connector": "NixlConnector"},
+        eviction=settings(
+            methods={"mine": {"base": "h2o", "score": "h2o_accumulated"}},
+            decode={"on_request": True},
+        ),
+    ),
     case("--runner pooling ... serve another model", runner="pooling"),
     *(
         case(f"its own {kind} class: remove --{kind}-cls {name}", **{f"{kind}_cls": name})

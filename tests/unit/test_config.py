@@ -394,6 +394,17 @@ def test_methods_that_evict_only_once_are_refused_with_decode(mix: dict[str, Any
     assert_says(str(said), "budget auto with kv_eviction.policy 'tgv'")
 
 
+@pytest.mark.parametrize(
+    ("base", "score"), [("h2o", "h2o_accumulated"), ("elastic", "fixed_place")]
+)
+def test_recall_is_refused_where_later_cuts_go_by_earlier_ones(base: str, score: str) -> None:
+    """Which tokens come back is not known to them. Without recall a ceiling takes both."""
+    values = {"policy": "mine", "methods": {"mine": {"base": base, "score": score}}}
+    assert EvictionConfig.from_mapping({**values, "decode": {"max_tokens": 512}})
+    said = refusal(lambda: EvictionConfig.from_mapping({**values, "recall": {"gib": 1}}))
+    assert_says(str(said), "is 'mine' with recall, and it goes by what earlier cuts left")
+
+
 def test_misspelt_keys_of_a_request_are_refused_with_a_suggestion() -> None:
     """A key that was ignored would leave a request evicted otherwise than its author thinks."""
     meant = {

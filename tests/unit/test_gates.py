@@ -22,13 +22,13 @@ from tests.inputs import assert_says, gate_tensors, gates, replace_kernels, said
 from tests.unit.test_memory import LiveBytes
 from tests.unit.test_observation import Launches
 from vllm_tgvkv.attention.base import EvictingImpl
+from vllm_tgvkv.cache.key_numbers import KeyNumbers
 from vllm_tgvkv.cache.pages import CacheShape
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.gates import __main__ as command
 from vllm_tgvkv.gates import tap
 from vllm_tgvkv.gates.folder import Gates, write
-from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.gates import GateBuffers, LayerGate
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
 from vllm_tgvkv.policies.base import LayerView
@@ -273,7 +273,7 @@ class Stock:
 class Evicting(EvictingImpl[Any], Stock):
     """A layer with a gate, without a model."""
 
-    def __init__(self, gate: LayerGate, buffers: GateBuffers, outputs: GateOutputs) -> None:
+    def __init__(self, gate: LayerGate, buffers: GateBuffers, outputs: KeyNumbers) -> None:
         self.tap = tap.Tap(gate, buffers)
         self._gate_pages = outputs.layers[0]
 
@@ -294,7 +294,7 @@ def test_a_gate_takes_two_launches_and_no_memory(
     )
     gate = LayerGate(form.startswith("rg"), "gelu", linears)
     shape = CacheShape(36, num_heads=8, group_size=4, head_size=128, block_size=16)
-    outputs = GateOutputs(9, shape, torch.device("meta"))
+    outputs = KeyNumbers(9, shape, torch.device("meta"))
     layer = Evicting(gate, GateBuffers.of(gate, 8192), outputs)
     hidden = torch.empty(num_tokens, 4096, dtype=dtype, device="meta")
     slots = torch.empty(num_tokens, dtype=torch.int64, device="meta")

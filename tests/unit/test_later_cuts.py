@@ -49,13 +49,16 @@ LATER: dict[str, dict[str, Any]] = {
 DEFER = {"schedule": 4, "ceiling": 3}
 METHODS = {
     "layer": ("tgv", "snapkv", "h2o", "prefixkv"),
-    "head": ("tgv", "adakv", "pyramidkv", "rkv"),
+    "head": ("tgv", "adakv", "pyramidkv", "rkv", "h2o_accumulated"),
 }
 SCORES = {
-    name: Mix(name, "uniform", "window", "head") for name in ("retentive_rows", "retentive_spread")
+    **dict.fromkeys(("retentive_rows", "retentive_spread"), Mix("", "uniform", "window", "head")),
+    "h2o_accumulated": Mix("", "uniform", "recent_half", "head"),
+    "fixed_place": Mix("", "uniform", "by_score", "head"),
 }
-"""Mixes of scores that belong to no method."""
-MORE = ("snapkv", "mixkv", "sparsemm", "trimkv", "dbtrimkv", "kvzap", *SCORES)
+"""Scores that belong to no method, and the mixes that they are tested in."""
+MORE = ("snapkv", "mixkv", "sparsemm", "trimkv", "dbtrimkv", "kvzap")
+MORE += ("retentive_rows", "retentive_spread", "fixed_place")
 """Methods that look at values, head scores or gates as well; on one rank."""
 
 
@@ -127,7 +130,7 @@ def expected(
     eviction = OracleEviction(
         *(schedule[0][1] if schedule else 0.6, SIZE, granularity),
         observation_window=WINDOW,
-        method=SCORES.get(method, method),
+        method=replace(SCORES[method], score=method) if method in SCORES else method,
         head_scores=torch.tensor(scores_of(heads).scores),
         ranks=ranks,
         defer=defer,
@@ -272,6 +275,8 @@ class Worker:
                     block, slot = divmod(position, size)
                     of_token = states[layers, self.heads, position]
                     cached[int(eviction.old_blocks[block]), :, :, slot] = of_token
+            if evictor.context.carried is not None:  # of the blocks' last owner
+                evictor.context.carried.fill(fresh, 1e9)
             if evictor.context.gate_outputs is not None:
                 positions = np.arange(self.num_written, num_tokens)
                 said = self.model.gates[layers, self.heads, self.num_written : num_tokens]
@@ -362,7 +367,10 @@ def settings(
     kind: str, granularity: str, method: str = "tgv", heads: tuple[int, int] = (4, 2)
 ) -> EvictionConfig:
     used = gates("kvzap" if method == "kvzap" else "trimkv", LAYERS, heads[0])
-    mixes = {name: {"base": "snapkv", "score": name, "pooling": "none"} for name in SCORES}
+    mixes = {
+        name: {"base": "snapkv", "score": name, "pooling": "none", "retain": mix.retain}
+        for name, mix in SCORES.items()
+    }
     return AdjustedConfig.from_mapping(
         {
             "policy": "tgv",

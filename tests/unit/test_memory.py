@@ -87,7 +87,15 @@ MOST_TOKENS_OF_RKV = 1 << 14
 """Its operations are as many as its tokens: more would take minutes."""
 HEAD_ONLY = ("adakv", "rkv", "mixkv", "trimkv", "dbtrimkv", "kvzap")
 LAYER_METHODS = [name for name in METHOD_NAMES if name not in HEAD_ONLY and not has_summaries(name)]
-METHODS = [*((name, "head") for name in METHOD_NAMES), *((name, "layer") for name in LAYER_METHODS)]
+MIXES = {
+    "aircache_query_heads": {"base": "aircache", "score": "aircache_query_heads"},
+    "h2o_accumulated": {"base": "h2o", "score": "h2o_accumulated"},
+}
+"""Methods that take more memory than their bases."""
+METHODS = [
+    *((name, "head") for name in (*METHOD_NAMES, "h2o_accumulated")),
+    *((name, "layer") for name in (*LAYER_METHODS, "aircache_query_heads")),
+]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -130,7 +138,13 @@ def settings(policy: str, granularity: str | None = None, **others: Any) -> Evic
         others["head_scores"] = head_scores(SHAPE.num_layers, SHAPE.num_heads)
     if policy in METHOD_NAMES and (kind := gates_of(policy)) is not None:
         others["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
+    if policy in MIXES:
+        others["methods"] = {policy: MIXES[policy]}
     return AdjustedConfig.from_mapping({"policy": policy, "granularity": granularity, **others})
+
+
+def summarises(method: str) -> bool:
+    return has_summaries(MIXES[method]["base"] if method in MIXES else method)
 
 
 def takes_auto(policy: Policy) -> bool:
@@ -208,7 +222,7 @@ def test_an_eviction_takes_no_more_than_is_set_aside(
     is_fp8: bool,
 ) -> None:
     """Nor much less: with any budget, guarded where it may be, the whole prompt in one chunk."""
-    if is_fp8 and has_summaries(method):
+    if is_fp8 and summarises(method):
         pytest.skip("refused")
     if method == "rkv":
         num_tokens = min(num_tokens, MOST_TOKENS_OF_RKV)
@@ -317,7 +331,7 @@ def lines_of(config: EvictionConfig, **sizes: int) -> dict[str, int]:
 
 
 CUT_AGAIN = {"schedule": [[0, 0.9], [40, 0.5]]}
-ONCE = ("vlcache", "aircache", "elastic")
+ONCE = ("vlcache", "aircache", "aircache_query_heads", "elastic")
 """Methods that `decode` refuses."""
 
 
@@ -337,7 +351,7 @@ def test_a_later_eviction_takes_no_more_than_is_set_aside(
 
     And no operation waits for the device.
     """
-    num_tokens = 1 << 15 if has_summaries(method) else TOKENS
+    num_tokens = 1 << 15 if summarises(method) else TOKENS
     num_tokens = MOST_TOKENS_OF_RKV if method == "rkv" else num_tokens
     config = settings(method, granularity, query_rows=544, decode=CUT_AGAIN)
     with NoSynchronisation():
@@ -366,7 +380,7 @@ def test_pooling_takes_no_more_than_scoring(
     with LiveBytes() as live:
         scores = torch.empty(num_sets, num_tokens, device="meta")
         Pooler(pooling, num_tokens, images, scores.device)(scores)
-    assert live.most <= build_policy("snapkv").scoring_bytes(0) * num_sets * num_tokens
+    assert live.most <= build_policy("snapkv").scoring_bytes(0, 1) * num_sets * num_tokens
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -608,6 +622,7 @@ def test_the_page_has_these_formulas() -> None:
     formulas = dict(re.findall(r"^\| (\w[\w ]*) \| `([^`]+)` \|", section, re.MULTILINE))
     for method, granularity, more in (
         ("h2o", "head", {}),
+        ("h2o_accumulated", "head", {"decode": CUT_AGAIN}),
         ("tgv", "layer", {}),
         ("dbtrimkv", "head", {"decode": CUT_AGAIN}),
         ("kvzap", "head", {}),
@@ -641,7 +656,8 @@ def test_the_page_has_these_formulas() -> None:
             "MiB": 1 << 20,
             "max": max,
             "min": min,
-            "all": int(method == "h2o"),
+            "all": int(method.startswith("h2o")),
+            "carries": int(config.carries_scores),
             "auto": int(config.auto_weight(policy) == 1),
             "apart": 0,
             "attends": int(policy.score.rows != "none"),
@@ -651,7 +667,7 @@ def test_the_page_has_these_formulas() -> None:
             "gates": int(config.gates is not None),
         }
         checked = {name: eval(formula, {}, symbols) for name, formula in formulas.items()}
-        of_block = checked.pop("region state") + checked.pop("gate outputs")
+        of_block = sum(map(checked.pop, ("region state", "gate outputs", "carried scores")))
         assert of_block == memory_outside_pool(config, sizes).block_bytes
         absent = {"votes": 0, "way to the tier": checked["way to the tier"]}
         assert checked == absent | {name: found[name] for name in checked if name in found}

@@ -72,6 +72,7 @@ HEAD_ONLY = (
     "trimkv",
     "dbtrimkv",
     "kvzap",
+    "h2o_accumulated",
     "trimkv_next",
     "trimkv_votes",
 )

@@ -136,6 +136,7 @@ def test_an_eviction_takes_few_launches_for_each_batch_of_layers(
         *((method, 2000, 80) for method in ("reach", "snapkv", "adakv", "tgv", "pyramidkv")),
         *((method, 8000, 120) for method in ("reach", "snapkv", "tgv", "kvzap")),
         ("reach", 32000, 180),
+        ("h2o_accumulated", 2000, 100),
     ],
 )
 def test_a_later_cut_takes_few_launches(
@@ -148,7 +149,9 @@ def test_a_later_cut_takes_few_launches(
     num_kept = num_tokens // SHAPE.block_size // 20
     decode = {"schedule": [[0, 0.4], [16, 0.3]]}
     fields: dict[str, Any] = {"policy": method, "decode": decode}
-    if (kind := gates_of(method)) is not None:
+    if method == "h2o_accumulated":
+        fields["methods"] = {method: {"base": "h2o", "score": method}}
+    elif (kind := gates_of(method)) is not None:
         fields["gates"] = gates(kind, SHAPE.num_layers, SHAPE.num_heads)
     config = AdjustedConfig.from_mapping(fields)
     evictor = evictor_of(config, num_tokens)

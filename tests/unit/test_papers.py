@@ -16,9 +16,12 @@ from torch import Tensor
 
 from oracle import states
 from oracle.methods import Image, Layout, Settings
+from tests.configs import AdjustedConfig
 from tests.inputs import gates
+from tests.unit import test_later_cuts as later
 from tests.unit.test_methods import GROUP, HEADS, LAYERS, Inputs, draw, kept, look, scored
 from vllm_tgvkv.policies import Mix, Prompt, build_policy
+from vllm_tgvkv.shared.cuts import Cut
 from vllm_tgvkv.worker.decision import Decision, ScoredPrompt
 
 TOKENS = {"block_size": 1, "sinks": 0, "floor": 0, "observation_window": 1000}
@@ -83,6 +86,89 @@ def test_ada_pyramid_kv() -> None:
         best = value.flatten().topk(own * 4).indices
         assert found[layer].tolist() == torch.bincount(best // num_tokens, minlength=4).tolist()
     assert found[0, -1] == 383 // 5
+
+
+# -- H2O and Elastic Cache while decoding ------------------------------------------------------
+
+
+@pytest.fixture
+def single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later cuts of pages of one token: a ceiling of 50 evicts two tokens after every second."""
+    decode = {"ceiling": {"max_tokens": 50}}
+    for name, value in {"SIZE": 1, "NUM_BLOCKS": 2000, "ANSWER": 40, "LATER": decode}.items():
+        monkeypatch.setattr(later, name, value)
+    monkeypatch.setattr(later, "BUFFER", 0)
+    monkeypatch.setitem(later.DEFER, "ceiling", 0)
+
+
+def heavy_hitters(model: later.Model, cuts: list[Cut]) -> list[Tensor] | None:
+    """Return what H2O leaves at each cut, bool ``[L, H, n]``; None if rounding might decide.
+
+    Half are the newest tokens, the others those with the largest sums over all rows so far. A row
+    is the softmax over the keys that were left when it was computed.
+    """
+    queries = model.queries.permute(0, 2, 3, 1, 4).double()
+    logits = queries @ model.keys[:, :, None].double().transpose(-1, -2) * later.SCALE
+    alive = torch.ones(*model.keys.shape[:3], dtype=torch.bool)
+    sums, num_rows, found = torch.zeros_like(alive, dtype=torch.float64), 0, []
+    for cut in cuts:
+        for i in range(num_rows, cut.at):
+            row = logits[..., i, :].masked_fill(~alive[:, :, None], -math.inf)
+            sums[..., : i + 1] += row[..., : i + 1].softmax(-1).mean(2)
+        num_rows = cut.at
+        num_newest = cut.num_retained // 2
+        older = slice(cut.at - num_newest)
+        hits = sums[..., older].masked_fill(~alive[..., older], -1)
+        best = hits.topk(cut.num_retained - num_newest + 1)
+        if (best.values[..., -2] - best.values[..., -1] < 1e-5).any():
+            return None
+        alive[..., older] = torch.zeros_like(hits, dtype=torch.bool).scatter_(
+            -1, best.indices[..., :-1], True
+        )
+        found.append(alive[..., : cut.at].clone())
+    return found
+
+
+def ceiling(score: str, retain: str) -> later.Request:
+    """Return a request whose method has these parts."""
+    mix = {"base": "h2o", "score": score, "retain": retain}
+    settings = {"policy": "tgv", "methods": {"mine": mix}, "sinks": 0, "floor_pages": 0}
+    settings |= {"decode": later.LATER["ceiling"], "debug": {"record_kept": True, "poison": True}}
+    return later.Request(AdjustedConfig.from_mapping(settings), "ceiling", "mine")
+
+
+def left_by(request: later.Request, model: later.Model) -> list[Tensor]:
+    """Return what the plugin leaves at each cut, bool ``[L, H, n]``."""
+    (worker,), _ = later.serve(later.SPLITS["alone"], model, request)
+    return [worker.kept(number, cut.at) for number, cut in enumerate(request.cuts())]
+
+
+def test_h2o_while_decoding(single_tokens: None) -> None:
+    """Sums go on over all cuts, and what is evicted has no part in later rows."""
+    request = ceiling("h2o_accumulated", "recent_half")
+    wanted = None
+    while wanted is None:
+        model = later.Model.random(random.randrange(1 << 30))
+        wanted = heavy_hitters(model, request.cuts())
+    assert len(wanted) > 15
+    for found, left in zip(left_by(request, model), wanted, strict=True):
+        assert torch.equal(found, left)
+
+
+def test_elastic_cache_while_decoding(single_tokens: None) -> None:
+    """Each new token pushes out the one that is 25 tokens before the end of what was kept."""
+    model = later.Model.random(random.randrange(1 << 30))
+    first, *others = left_by(ceiling("fixed_place", "by_score"), model)
+    assert len(others) > 15
+    caches = [head.nonzero().flatten().tolist() for head in first.flatten(0, 1)]
+    num_tokens = first.shape[-1]
+    for left in others:
+        for cache, head in zip(caches, left.flatten(0, 1), strict=True):
+            for token in range(num_tokens, len(head)):
+                cache.append(token)
+                del cache[50 - 25]
+            assert head.nonzero().flatten().tolist() == cache
+        num_tokens = len(head)
 
 
 # -- TGV-KV -----------------------------------------------------------------------------------
@@ -159,8 +245,13 @@ def test_rows_before_the_image_count_only_for_text_before_it() -> None:
 # -- AirCache ---------------------------------------------------------------------------------
 
 
-def aircache_scores(inputs: Inputs, instruction: list[int], vision: list[int]) -> list[Tensor]:
-    """Return each layer's importance of the vision tokens, by equations 4 to 8."""
+def aircache_scores(
+    inputs: Inputs, instruction: list[int], vision: list[int], by_query_head: bool = False
+) -> list[Tensor]:
+    """Return each layer's importance of the vision tokens, by equations 4 to 8.
+
+    The elite is one for all query heads, or each of them has its own.
+    """
     scores = []
     for layer in range(LAYERS):
         logits = [
@@ -171,12 +262,15 @@ def aircache_scores(inputs: Inputs, instruction: list[int], vision: list[int]) -
         ]
         heads = torch.cat(logits)  # [Q, P, P]
         assert len(heads) == HEADS * GROUP
-        last = heads[:, instruction[-1]][:, instruction].softmax(-1).mean(0)
-        elite = [j for j, a in zip(instruction, last, strict=True) if a >= 0.9 * last.max()]
+        parts = heads.split(1 if by_query_head else len(heads))
         importance = torch.zeros(len(vision), dtype=torch.float64)
-        for i in elite:
-            keys = vision + [j for j in elite if j <= i]
-            importance += heads[:, i][:, keys].softmax(-1).mean(0)[: len(vision)] / len(elite)
+        for part in parts:
+            last = part[:, instruction[-1]][:, instruction].softmax(-1).mean(0)
+            elite = [j for j, a in zip(instruction, last, strict=True) if a >= 0.9 * last.max()]
+            for i in elite:
+                keys = vision + [j for j in elite if j <= i]
+                of_row = part[:, i][:, keys].softmax(-1).mean(0)[: len(vision)]
+                importance += of_row / len(elite) / len(parts)
         scores.append(importance)
     return scores
 
@@ -186,6 +280,7 @@ def skewness(values: Tensor) -> Tensor:
     return (((values - values.mean()) / values.std(correction=0)) ** 3).mean()
 
 
+@pytest.mark.parametrize("by_query_head", [False, True], ids=["layer", "query heads"])
 @pytest.mark.parametrize(
     ("allocation", "by_strength", "by_skewness"),
     [
@@ -195,7 +290,9 @@ def skewness(values: Tensor) -> Tensor:
         ("aircache_skewness", 0.0, 1.0),
     ],
 )
-def test_aircache(allocation: str, by_strength: float, by_skewness: float) -> None:
+def test_aircache(
+    allocation: str, by_strength: float, by_skewness: float, by_query_head: bool
+) -> None:
     """The paper's method and the three of its ablation of layer budgets; all text is kept."""
     layout, text, vision = images_and_text()
     instruction = [j for j in text if j > vision[-1]]
@@ -207,16 +304,17 @@ def test_aircache(allocation: str, by_strength: float, by_skewness: float) -> No
         noisy = [x * (1 + 1e-5 * torch.randn_like(x)) for x in inputs.keys]
         changed = Inputs(inputs.queries, noisy, inputs.values, inputs.attention, inputs.gates)
         pairs = zip(
-            aircache_scores(inputs, instruction, vision),
-            aircache_scores(changed, instruction, vision),
+            aircache_scores(inputs, instruction, vision, by_query_head),
+            aircache_scores(changed, instruction, vision, by_query_head),
             strict=True,
         )
         return all(torch.allclose(*pair, rtol=1e-3) for pair in pairs)
 
     inputs = draw(layout, is_clear)
-    policy = build_policy(Mix("aircache", allocation=allocation))
+    score = "aircache_query_heads" if by_query_head else "aircache"
+    policy = build_policy(Mix("aircache", score=score, allocation=allocation))
     seen = look(policy, inputs, layout, settings)
-    scores = torch.stack(aircache_scores(inputs, instruction, vision))
+    scores = torch.stack(aircache_scores(inputs, instruction, vision, by_query_head))
     torch.testing.assert_close(seen.raw[:, 0][:, vision].double(), scores, rtol=1e-4, atol=1e-6)
     strength = scores.sum(1) / scores.sum()
     skewed = torch.stack([skewness(of_layer).clamp(min=0) for of_layer in scores])

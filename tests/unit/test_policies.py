@@ -313,6 +313,7 @@ MIXES = [
     Mix(pooling=Pooling("sequence", forward=16, back=1, halve=4)),
     Mix("snapkv", rows="all"),
     Mix("aircache", rows="window"),
+    *(Mix("aircache", "aircache_query_heads", granularity=kind) for kind in ("head", "layer")),
     Mix("trimkv", score="trimkv_votes", reduce="max"),
     Mix("tgv", rows="answer"),
     *(Mix("snapkv", granularity=kind, reduce="max") for kind in ("head", "layer")),

@@ -112,7 +112,7 @@ def kept_mask(found: Any, num_tokens: int) -> torch.Tensor:
     mask = torch.zeros(len(pairs), num_tokens, dtype=torch.bool)
     pair = torch.repeat_interleave(torch.arange(len(pairs)), pairs)
     mask[pair[:, None], found.positions[: len(pair)].long()] = True
-    assert torch.equal(mask.sum(-1), pairs * BLOCK_SIZE)
+    assert torch.equal(mask.sum(-1), pairs * found.positions.shape[1])
     return mask.unflatten(0, found.counts.shape)
 
 

@@ -36,9 +36,9 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_tgvkv.attention.observer import Observer
 from vllm_tgvkv.blocks.manager import EvictingSpec, WindowSpec
+from vllm_tgvkv.cache.key_numbers import KeyNumbers
 from vllm_tgvkv.cache.pages import PagePool
 from vllm_tgvkv.cache.queries import StoredQueries
-from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.gates.tap import Tap
 from vllm_tgvkv.kernels.checks import indexable
 from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
@@ -205,7 +205,7 @@ class EvictingImpl(Generic[Rows]):
         """Runs the layer's gate, once the model is loaded."""
         self._gate_pages: torch.Tensor | None = None
 
-    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
+    def bind(self, layer: int, pool: PagePool, gate_outputs: KeyNumbers | None = None) -> None:
         """Attach the pool, once vLLM has allocated the cache.
 
         `layer` is the layer's index in it, or its owner's if the layer reads another's cache.

@@ -43,9 +43,9 @@ from vllm_tgvkv.attention.base import (
     write_back,
 )
 from vllm_tgvkv.attention.observer import Observer
+from vllm_tgvkv.cache.key_numbers import KeyNumbers
 from vllm_tgvkv.cache.pages import FP8, PageLayoutError, PagePool
 from vllm_tgvkv.cache.regions import Regions
-from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.summaries.reads import SummaryReads
 
 _NUM_FP8_CODES = 123
@@ -288,7 +288,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
 class EvictingCPUImpl(EvictingImpl[VirtualSequences], CPUAttentionBackendImpl):
     """One layer's attention, whose ragged rows run through vLLM's own kernel."""
 
-    def bind(self, layer: int, pool: PagePool, gate_outputs: GateOutputs | None = None) -> None:
+    def bind(self, layer: int, pool: PagePool, gate_outputs: KeyNumbers | None = None) -> None:
         super().bind(layer, pool, gate_outputs)
         # The kernel loads a vector of 16, from wherever a head's sinks start.
         self._sinks = torch.zeros(self.num_kv_heads, self.num_queries_per_kv + _SINK_VECTOR)

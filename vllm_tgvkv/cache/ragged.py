@@ -86,14 +86,18 @@ class RaggedKeys(RowKeys):
     def candidates(self, num_candidates: int) -> tuple[Tensor, Tensor]:
         return self.tables, self.positions()
 
-    def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
+    def places(self, layer: int, num_layers: int) -> Tensor:
         size, pairs = self.shape.block_size, self.of_layers(layer, num_layers, self.shape.num_heads)
         columns = self.columns[pairs].long()
         present = columns < self.num_tokens
         columns = torch.where(present, columns, 0)
         pages = self.tables[pairs].gather(1, columns // size).long()
-        slots = pages.mul_(size).add_(columns % size)
-        found = numbers.flatten().index_select(0, slots.flatten()).view_as(slots)
+        return pages.mul_(size).add_(columns % size).mul_(present)
+
+    def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
+        places = self.places(layer, num_layers)
+        found = numbers.flatten().index_select(0, places.flatten()).view_as(places)
+        present = self.present_in(layer, num_layers, self.shape.num_heads)
         return torch.where(present, found, 0)
 
     def settled(self, positions: Tensor, offsets: Tensor) -> Tensor:

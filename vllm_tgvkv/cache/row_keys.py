@@ -87,6 +87,16 @@ class RowKeys:
         positions = torch.arange(num_candidates, dtype=torch.int32, device=self.blocks.device)
         return self.tables[:, :width], positions.expand(self.shape.num_pairs, -1)
 
+    def places(self, layer: int, num_layers: int) -> Tensor:
+        """Return where the keys of some layers are in the pool, int64 [num_layers * H, n].
+
+        That is page * N + slot by position; 0, a place in the null block, without a key.
+        """
+        size, pairs = self.shape.block_size, self.of_layers(layer, num_layers, self.shape.num_heads)
+        positions = torch.arange(self.num_tokens, device=self.blocks.device)
+        pages = self.tables[pairs].index_select(1, positions // size).long()
+        return pages.mul_(size).add_(positions % size)
+
     def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
         """Return numbers of some layers' keys by position, float32 [num_layers * H, n].
 

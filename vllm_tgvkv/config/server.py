@@ -26,6 +26,7 @@ from vllm_tgvkv.policies import Mix, Policy, build_policy, gates_of, has_summari
 from vllm_tgvkv.policies.head_scores import HeadScores
 from vllm_tgvkv.policies.registry import (
     POLICIES,
+    SCORES,
     Recipe,
     broken_methods,
     needs_head_scores,
@@ -439,10 +440,21 @@ class EvictionConfig:
     @property
     def summarises(self) -> bool:
         """Whether requests may keep summaries: the server's method does, or one of `methods`."""
+        return any(recipe.summaries for recipe in self._recipes)
+
+    @property
+    def carries_scores(self) -> bool:
+        """Whether later cuts may add to the scores of the cut before, which are stored then."""
+        accumulate = any(SCORES[recipe.score].accumulates for recipe in self._recipes)
+        return self.keeps_positions and accumulate
+
+    @property
+    def _recipes(self) -> list[Recipe]:
+        """Recipes of the server's method and of `methods`; others neither summarise nor carry."""
         # It is asked for messages about wrong policies, too, which may be of any type.
         named = isinstance(self.policy, str) and self.methods.get(self.policy)
         mixes = (named or Mix(self.policy), *self.methods.values())
-        return any(mix.base in method_names() and recipe_of(mix).summaries for mix in mixes)
+        return [recipe_of(mix) for mix in mixes if mix.base in method_names()]
 
     def build_policy(self, name: str) -> Policy:
         """Build a method's policy.
@@ -587,6 +599,8 @@ def _problems_of_recall(policy: Policy, budget: Budget, named: str, ceiling: boo
         why = "keeps summaries" if policy.summaries is not None else _why_once(policy)
     elif policy.score.rows == "none" or policy.score.gates is not None:
         why = "judges a token once, whatever the answer looks at"
+    elif policy.score.accumulates or policy.score.cuts_by_place:
+        why = "goes by what earlier cuts left"
     elif policy.granularity != "head":
         why = "chooses for a layer as a whole, and recall for every head: use granularity: head"
     elif KEY_STATISTICS & policy.statistics(policy.score.rows):

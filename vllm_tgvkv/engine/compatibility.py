@@ -398,6 +398,7 @@ def _connector_refusals(
         (is_mixed, "and models whose layers have windows or states"),
         (config.summarises, "and summaries of evicted tokens"),
         (config.gates, "and gates (--kv-eviction-gates)"),
+        (config.carries_scores, "and methods that add up attention over cuts (h2o_accumulated)"),
     )
     return (
         (

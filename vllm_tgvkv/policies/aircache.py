@@ -7,10 +7,19 @@ Large Vision-Language Model Inference", 2025.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from vllm_tgvkv.policies.base import AllLayers, Allocation, LayerView, Score
+from vllm_tgvkv.policies.base import (
+    AllLayers,
+    Allocation,
+    Attention,
+    LayerView,
+    Prompt,
+    Score,
+)
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POLICIES, SCORES, Recipe
 
 ELITE = 0.9
@@ -33,22 +42,45 @@ class EliteScore(Score):
     cuts_again = False
 
     def __call__(self, view: LayerView) -> Tensor:
-        attention, is_vision = view.attention, view.prompt.is_vision
-        rows = attention.row_positions
+        prompt, attention = view.prompt, view.attention
+        everything = torch.ones_like(prompt.is_vision)[None]
+        last = _last_row(attention)
+        text = attention.renormalised_column_sums(everything, last, last_row_only=True)
+        return torch.where(prompt.is_vision, self._of_vision(prompt, attention), text)
+
+    def _of_vision(self, prompt: Prompt, attention: Attention) -> Tensor:
+        """Return the scores of the vision tokens, float32 `[S, P]`."""
+        is_vision, rows, last = prompt.is_vision, attention.row_positions, _last_row(attention)
         instruction = torch.zeros_like(is_vision).index_fill(0, rows, True)
-        last = torch.zeros(1, len(rows), device=rows.device)
-        last[:, -1] = 1
         votes = attention.renormalised_column_sums(instruction[None], last, last_row_only=True)
         votes = votes.index_select(-1, rows)  # [S, O]
         elite = votes >= ELITE * votes.amax(dim=-1, keepdim=True)
-        seen = is_vision.expand(view.num_sets, -1).index_copy(
+        seen = is_vision.expand(len(votes), -1).index_copy(
             1, rows, elite | is_vision.index_select(0, rows)
         )
         mean = elite / elite.sum(dim=-1, keepdim=True)
-        vision = attention.renormalised_column_sums(seen, mean)
-        everything = torch.ones_like(is_vision)
-        text = attention.renormalised_column_sums(everything[None], last, last_row_only=True)
-        return torch.where(is_vision, vision, text)
+        return attention.renormalised_column_sums(seen, mean)
+
+
+@SCORES.register("aircache_query_heads")
+class EliteOfQueryHeadsScore(EliteScore):
+    """The same with an elite for each query head, as the equations may be read.
+
+    A token's score is the mean over the query heads of the token set.
+    """
+
+    by_query_head = True
+
+    def _of_vision(self, prompt: Prompt, attention: Attention) -> Tensor:
+        return attention.mean_of_query_heads(partial(super()._of_vision, prompt))
+
+
+def _last_row(attention: Attention) -> Tensor:
+    """Return weights of the rows, float32 `[1, O]`: 1 for the last one."""
+    rows = attention.row_positions
+    last = torch.zeros(1, len(rows), device=rows.device)
+    last[:, -1] = 1
+    return last
 
 
 @ALLOCATIONS.register("aircache")

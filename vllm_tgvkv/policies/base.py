@@ -54,6 +54,8 @@ class Prompt:
     """Number of first tokens that are kept before all others."""
     images: tuple[VisionSpan, ...] = ()
     """Contiguous runs of vision positions, in order."""
+    was_cut: bool = False
+    """Whether an earlier cut evicted some of these tokens."""
     _poolers: dict[Pooling, Pooler] = field(default_factory=dict, init=False, compare=False)
 
     def pooler(self, pooling: Pooling) -> Pooler:
@@ -96,6 +98,9 @@ class LayerView:
     gate_outputs: Tensor | None = None
     """The gate's output for each token, float32 `[S, P]`; for scores that name a kind of
     gates."""
+    carried: Tensor | None = None
+    """The scores of the cut before, float32 `[S, P]`, 0 for tokens that came after it; None at the
+    first cut. For scores that accumulate."""
 
     @property
     def gates(self) -> Tensor:
@@ -155,6 +160,13 @@ class Score(ABC):
     """Whether scores may be negative, so that their sums mean nothing."""
     cuts_again: ClassVar[bool] = True
     """Whether it is defined on what an earlier eviction left, with rows of the answer only."""
+    cuts_by_place: ClassVar[bool] = False
+    """Whether later cuts go by the places of tokens alone, and merge nothing."""
+    accumulates: ClassVar[bool] = False
+    """Whether a later cut adds to the scores of the cut before, `LayerView.carried`; at
+    granularity `head` only."""
+    by_query_head: ClassVar[bool] = False
+    """Whether it looks at query heads one by one, which takes memory for each."""
     gates: ClassVar[GateKind | None] = None
     """Kind of gates whose outputs the score reads as `LayerView.gates`; None for no gates."""
 
@@ -278,7 +290,8 @@ class Policy:
     @property
     def cuts_again(self) -> bool:
         """Whether it can evict from what an earlier eviction left."""
-        return not self.merge and self.score.cuts_again and self.allocation.cuts_again
+        merges_again = self.merge and not self.score.cuts_by_place
+        return not merges_again and self.score.cuts_again and self.allocation.cuts_again
 
     def statistics(self, rows: RowSet) -> frozenset[Statistic]:
         """Return the statistics that the parts with this row set read."""
@@ -293,13 +306,13 @@ class Policy:
         """Whether one call can score several layers; one of places alone depends on its layer."""
         return self.score.rows != "none" or self.score.gates is not None
 
-    def scoring_bytes(self, num_rows: int) -> int:
+    def scoring_bytes(self, num_rows: int, query_heads: int) -> int:
         """Return a bound of what scoring and pooling take for each token of a token set.
 
-        On a GPU, with `num_rows` observation rows; head averages that are kept are a buffer of
-        their own.
+        On a GPU, with `num_rows` observation rows and `query_heads` in the set; head averages that
+        are kept are a buffer of their own.
         """
-        return max(64, 4 * num_rows)
+        return max(64, 4 * num_rows) + 16 * query_heads * self.score.by_query_head
 
     def scores(self, view: LayerView) -> Tensor:
         """Return the scores of one layer before pooling, float32 `[S, P]`."""

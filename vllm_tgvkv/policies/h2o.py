@@ -7,7 +7,9 @@ Models", 2023.
 
 from __future__ import annotations
 
-from vllm_tgvkv.policies.base import VoteScore
+from torch import Tensor
+
+from vllm_tgvkv.policies.base import LayerView, Score, VoteScore
 from vllm_tgvkv.policies.registry import POLICIES, SCORES, Recipe
 
 
@@ -20,6 +22,22 @@ class HeavyHitterScore(VoteScore):
     """
 
     rows = "all"
+
+
+@SCORES.register("h2o_accumulated")
+class AccumulatedScore(Score):
+    """The same, to which each later cut adds the rows that vote there, over the keys that are left.
+
+    So a token's score is the attention that it has got from the prompt and from the answer.
+    """
+
+    rows = "all"
+    other_rows = ()
+    granularities = ("head",)
+    accumulates = True
+
+    def __call__(self, view: LayerView) -> Tensor:
+        return view.votes if view.carried is None else view.votes + view.carried
 
 
 POLICIES.add("h2o", Recipe("h2o", "uniform", "recent_half", granularity="head"))

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_tgvkv.cache.key_numbers import CarriedScores, KeyNumbers
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.queries import QueryPool
 from vllm_tgvkv.cache.regions import Regions
-from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.worker.ranks import Ranks
 from vllm_tgvkv.worker.stages import Stages
@@ -31,8 +31,10 @@ class ObserverContext:
     regions: Regions
     ranks: Ranks
     stages: Stages
-    gate_outputs: GateOutputs | None = None
+    gate_outputs: KeyNumbers | None = None
     """None without gates."""
+    carried: CarriedScores | None = None
+    """None if no method adds to the scores of the cut before."""
     workspace_bytes: int = WORKSPACE_BYTES
     scratch: Scratch = field(default_factory=Scratch)
     """Buffers of the statistics; the layers of a step share them."""

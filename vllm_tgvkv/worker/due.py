@@ -136,6 +136,7 @@ def due_eviction(
         is_vision=context.to_device(observed.is_vision()),
         sinks=sinks,
         images=eviction.prompt.vision,
+        was_cut=not eviction.is_whole,
     )
     stored = None
     if eviction.stored is not None:
@@ -194,10 +195,12 @@ def _layers_at_once(
     if not together or not policy.scores_layers_together:
         return 1
     num_rows = len(eviction.voters.rows[eviction.first_row :])
-    num_sets = context.shape.num_heads if policy.granularity == "head" else 1
+    shape = context.shape
+    num_sets = shape.num_heads if policy.granularity == "head" else 1
     columns = num_sets * (keys.num_tokens + 128)
+    query_heads = shape.num_heads * shape.group_size // num_sets
     of_layer = max(
-        columns * policy.scoring_bytes(num_rows),
+        columns * policy.scoring_bytes(num_rows, query_heads),
         context.queries.row_bytes * max(num_rows, context.num_waiting_rows),
     )
-    return max(1, min(context.shape.num_layers, context.workspace_bytes // of_layer))
+    return max(1, min(shape.num_layers, context.workspace_bytes // of_layer))

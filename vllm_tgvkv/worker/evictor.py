@@ -27,11 +27,11 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_tgvkv.cache.header import Headers
+from vllm_tgvkv.cache.key_numbers import CarriedScores, KeyNumbers
 from vllm_tgvkv.cache.pages import PagePool
 from vllm_tgvkv.cache.queries import DecodeQueries, QueryPool, StoredQueries
 from vllm_tgvkv.cache.regions import Regions
 from vllm_tgvkv.config.server import EvictionConfig
-from vllm_tgvkv.gates.outputs import GateOutputs
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.shared.plan import ChoiceOutcome, Eviction, Failure, StepPlan
 from vllm_tgvkv.shared.trace import MAX_TRACE_BYTES, Traces
@@ -90,8 +90,10 @@ class Evictor:
         self.summaries = SummaryBlocks(pool, self.regions, config.summarises)
         gate_outputs = None
         if config.gates is not None:
-            gate_outputs = GateOutputs(num_blocks, shape, device)
-        self.context = ObserverContext(pool, queries, self.regions, ranks, stages, gate_outputs)
+            gate_outputs = KeyNumbers(num_blocks, shape, device)
+        carried = CarriedScores(num_blocks, shape, device) if config.carries_scores else None
+        numbers = gate_outputs, carried
+        self.context = ObserverContext(pool, queries, self.regions, ranks, stages, *numbers)
         headers = Headers(pool, self.regions)
         self._writer = RegionWriter(self.context, self.summaries, headers)
         self.arrivals = Arrivals(headers)
@@ -138,8 +140,9 @@ class Evictor:
             self.observations.pop(request_id, None)
         if plan.poisoned:
             self.pool.fill(plan.poisoned, float("nan"))
-            if self.context.gate_outputs is not None:
-                self.context.gate_outputs.fill(plan.poisoned, float("nan"))
+            for numbers in (self.context.gate_outputs, self.context.carried):
+                if numbers is not None:
+                    numbers.fill(plan.poisoned, float("nan"))
 
     def record_decodes(self, max_tokens: int) -> None:
         if self.config.waits:

@@ -121,10 +121,11 @@ def memory_outside_pool(config: EvictionConfig, sizes: Sizes) -> Memory:
     policies = [config.build_policy(name) for name in config.method_names if name != NONE]
     methods = {policy.name: _of_method(config, policy, sizes) for policy in policies}
     method = max(methods, key=lambda name: sum(methods[name].values()))
-    # The state of a region; of each key its position, if regions are cut again, and its gate's
-    # output.
-    of_keys = config.keeps_positions + (config.gates is not None)
+    # The state of a region; of each key its position, if regions are cut again, its gate's output,
+    # and its score.
+    of_keys = config.keeps_positions + (config.gates is not None) + config.carries_scores
     of_block = 4 * (shape.num_pairs + 4 + of_keys * shape.num_pairs * shape.block_size)
+    of_block += 4 * config.carries_scores  # how many tokens of a region have scores
     lines = {**_of_server(config, sizes), **_of_recall(config, sizes), **methods[method]}
     return Memory(lines, of_block, method)
 
@@ -169,7 +170,7 @@ def _of_choice(recall: RecallOptions, policy: Policy, sizes: Sizes) -> int:
     rows = min(CHOICE_ROWS, recall.every)
     num_layers = layers_at_once(shape, recall.sketch, rows, tokens, sizes.workspace_bytes)
     # Logits and a buffer as large, and of each head its scores, and the sketch or the newest keys.
-    scores = shape.num_heads * tokens * policy.scoring_bytes(rows)
+    scores = shape.num_heads * tokens * policy.scoring_bytes(rows, shape.group_size)
     sketch = shape.num_heads * sketch_bytes(tokens, shape.head_size, recall.sketch)
     of_layer = 2 * logits_bytes(shape, rows, tokens) + scores + sketch
     newest = 2 * sizes.workspace_bytes
@@ -253,7 +254,8 @@ def _of_scoring(config: EvictionConfig, policy: Policy, sizes: Sizes, num_sets: 
     shape, workspace = sizes.shape, sizes.workspace_bytes
     queried = {name for kind in policy.row_sets for name in policy.statistics(kind)}
     of_layer = config.num_query_rows * _query_bytes(sizes)
-    scores = policy.scoring_bytes(0) * num_sets * sizes.max_tokens
+    query_heads = shape.num_heads * shape.group_size // num_sets
+    scores = policy.scoring_bytes(0, query_heads) * num_sets * sizes.max_tokens
     # Rows of one of several sets are copied.
     num_copies = 1 + (len(policy.row_sets) > 1)
     keys, several_keys = 0, 0

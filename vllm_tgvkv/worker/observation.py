@@ -242,8 +242,15 @@ class PromptObservation:
             outputs = self._context.gate_outputs
             assert outputs is not None, "build_policy refuses the score without gates"
             gate_outputs = due.keys.read(outputs.values, first, num_layers)
-        view_of = partial(self._view, due, first, num_layers, prompt, own, gate_outputs)
+        carried = self._context.carried if due.policy.score.accumulates else None
+        of_last = None
+        if carried is not None and not due.eviction.is_whole:
+            of_last = carried.read(due.keys, first, num_layers)
+        numbers = gate_outputs, of_last
+        view_of = partial(self._view, due, first, num_layers, prompt, own, numbers)
         scores, strengths, masses = self._vote(due, view_of)
+        if carried is not None:
+            carried.write(due.keys, scores, first)
         present = due.keys.present_in(first, num_layers, self._num_sets(due))
         pooled = due.policy.pooled(scores, prompt, present)[:, : prompt.num_candidates]
         scores = scores[:, : prompt.num_candidates]
@@ -259,7 +266,7 @@ class PromptObservation:
             return UnknownAttention(num_sets, prompt.num_tokens, rows)
 
         outputs = torch.empty(num_sets, prompt.num_tokens, device="meta")
-        view_of = partial(self._view, due, first, num_layers, prompt, own, outputs)
+        view_of = partial(self._view, due, first, num_layers, prompt, own, (outputs, None))
         scores, strengths, masses = self._vote(due, view_of)
         scores = scores[:, : prompt.num_candidates]
         self._keep(due, num_layers, scores, scores, strengths, masses)
@@ -317,10 +324,13 @@ class PromptObservation:
         num_layers: int,
         prompt: Prompt,
         own: Callable[[RowSet], Attention],
-        gate_outputs: torch.Tensor | None,
+        numbers: tuple[torch.Tensor | None, torch.Tensor | None],
         kind: RowSet,
     ) -> LayerView:
-        """Return what a part of the policy sees of some layers that uses the row set `kind`."""
+        """Return what a part of the policy sees of some layers that uses the row set `kind`.
+
+        `numbers` are outputs of gates and the scores of the cut before.
+        """
         attention = NO_ATTENTION
         if kind != "none":
             declared = due.policy.statistics(kind)
@@ -332,7 +342,8 @@ class PromptObservation:
             prompt,
             attention,
             self._context.ranks.part * num_sets if due.per_head else 0,
-            gate_outputs=gate_outputs,
+            gate_outputs=numbers[0],
+            carried=numbers[1],
         )
 
     def _num_sets(self, due: DueEviction) -> int:

@@ -247,6 +247,9 @@ class SharedAttention:
     ) -> Tensor:
         return self._mean(self._own().renormalised_column_sums(keys, weights, last_row_only))
 
+    def mean_of_query_heads(self, find: Callable[[Attention], Tensor]) -> Tensor:
+        return self._mean(self._own().mean_of_query_heads(find))
+
     def _declared(self, name: Statistic) -> Tensor:
         if name not in self._first_pass:
             raise ValueError(not_computed(name))
@@ -291,6 +294,9 @@ class UnknownAttention:
     def renormalised_column_sums(
         self, keys: Tensor, weights: Tensor, last_row_only: bool = False
     ) -> Tensor:
+        return torch.empty_like(self.column_sums)
+
+    def mean_of_query_heads(self, find: Callable[[Attention], Tensor]) -> Tensor:
         return torch.empty_like(self.column_sums)
 
 

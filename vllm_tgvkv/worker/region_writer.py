@@ -52,7 +52,9 @@ class RegionWriter:
             copy_kept(pool.keys, pool.values, sources, of_part, blocks[part], *sizes)
             if context.gate_outputs is not None and context.regions.keeps_positions:
                 context.gate_outputs.move(sources, blocks[part])
-        if due.policy.merge:
+            if context.carried is not None and due.policy.score.accumulates:
+                context.carried.move(sources, blocks[part])
+        if due.policy.merge and due.eviction.is_whole:
             replaced = due.keys.blocks[: due.eviction.num_replaced]
             merge_evicted(pool.keys, pool.values, positions, offsets, replaced, blocks, *sizes)
         if context.regions.keeps_positions:
@@ -81,6 +83,8 @@ class RegionWriter:
         """Store the region, whose pages start at `offsets`, int32 [L * H + 1]."""
         eviction, num_token_blocks = due.eviction, due.num_token_blocks
         self._add(eviction, num_token_blocks, len(due.summary_kinds), offsets)
+        if self._context.carried is not None:
+            self._context.carried.end_cut(int(eviction.new_blocks[0]), due.keys.num_tokens)
         if (header := eviction.header) is not None:
             blocks = eviction.new_blocks[:num_token_blocks].tolist()
             self._headers.write(header.blocks, header.nonce, blocks, eviction.num_replaced)

@@ -23,9 +23,7 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.utils import cpu_triton_utils
 from vllm.v1.executor import ray_utils
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
 from tests.inputs import assert_says, head_scores, write_gates
@@ -811,18 +809,6 @@ def test_sinks_are_read_from_the_layers() -> None:
         assert torch.equal(read(slice(2, 3)), values[2:].float().view(1, 2, 3))
         values.add_(1)
     assert sinks_of(impls[1:2]) is None
-
-
-def test_vllm_loses_the_sampling_parameters_of_drafts_on_cpu() -> None:
-    """A known fault of stock vLLM 0.32: once this fails, correct docs/compatibility.md."""
-    current_platform.import_kernels()
-    sizes = torch.tensor([2, 2, 5])
-    for values, is_right in (([3.0, 5.0, 7.0], False), ([3, 5, 7], True)):
-        found = torch.full((5,), -9, dtype=torch.tensor(values).dtype)
-        cpu_triton_utils._expand_kernel_impl(found, torch.tensor(values), sizes, 0, 1)
-        assert found.tolist() == ([3, 3, 7, 7, 7] if is_right else [-9] * 5)
-    with pytest.raises(RuntimeError, match="Expected reduction dim"):
-        apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
 
 
 def test_what_vllm_refuses_itself(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:

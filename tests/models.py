@@ -784,6 +784,19 @@ FAMILIES = {
 }
 
 
+def language_part(folder: Path, layers: int) -> Path:
+    """Return the folder of a LLaVA's language model with its first layers, which is written."""
+    whole = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    config = whole.config.text_config
+    config.num_hidden_layers = layers
+    part = transformers.LlamaForCausalLM(config)
+    part.model.load_state_dict(whole.model.language_model.state_dict(), strict=False)
+    part.lm_head = whole.lm_head
+    part.save_pretrained(target := folder.with_name(f"{folder.name}-{layers}-layers"))
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(target)
+    return target
+
+
 def transpose_experts(folder: Path) -> None:
     """Transpose the stored matrices of experts; transformers reads them either way."""
     path = str(folder / "model.safetensors")

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 _PREFIX = "kv_eviction"
-LAYERS = ("evicted", "window", "state")
-"""Values of the label `layers`: eviction does not reach the last two."""
+LAYERS = ("evicted", "window", "state", "draft")
+"""Values of the label `layers`: eviction reaches the first only."""
 
 TIER_FAULTS = ("full", "failed")
 """Values of the label `fault`: why what a request lacks does not come back any more."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that are verified over compressed caches: n-grams, a draft model's, and drafts at random.
+"""Drafts over compressed caches: n-grams, those of a draft model and of EAGLE, and at random.
 
-The draft model is the first half of the model's layers, and sees no images. The reference is an
+The draft model is the first half of the model's layers. It sees no images. The reference is an
 engine that serves the same requests without drafts and with room for all; where every page is kept,
 it is stock vLLM with the same drafts. Freed blocks are filled with NaN, and all blocks are
 recounted in every step.
@@ -26,7 +26,7 @@ from tests.engine.changes import assert_changes_agree, causes_of, restore_soon
 from tests.engine.questions import DEBUG
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_sampling import SAMPLINGS, numbers
-from tests.models import LLAVA_IMAGE, language_part, random_image, random_text
+from tests.models import LLAVA_IMAGE, eagle_head, language_part, random_image, random_text
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -43,6 +43,7 @@ NGRAM = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
 }
+METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 GRANULARITIES = {name: {"base": "tgv", "granularity": name} for name in ("layer", "head")}
 SETTINGS = {
     "policy": "tgv",
@@ -154,8 +155,10 @@ def alone(undrafted: dict[str, list[Answer]]) -> list[Answer]:
 def speculative(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     if request.param == "ngram":
         return NGRAM
-    model = str(language_part(folder, layers=2))
-    return {"method": "draft_model", "model": model, "num_speculative_tokens": NUM_DRAFTS}
+    is_eagle = request.param.startswith("eagle")
+    model = eagle_head(folder, request.param) if is_eagle else language_part(folder, layers=2)
+    model, number = str(model), NUM_DRAFTS
+    return {"method": request.param, "model": model, "num_speculative_tokens": number}
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +217,7 @@ def assert_same(running: SteppedEngine, alone: Sequence[Answer]) -> None:
     assert 50 < accepted < drafted - 50
 
 
+@pytest.mark.parametrize("speculative", METHODS, indirect=True)
 def test_drafts_change_neither_tokens_nor_what_is_kept(
     drafting: SteppedEngine,
     alone: list[Answer],
@@ -346,6 +350,7 @@ def test_requests_end_while_their_drafts_are_pending(drafting: SteppedEngine) ->
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("speculative", METHODS, indirect=True)
 def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(
     drafting: SteppedEngine, folder: Path, speculative: dict[str, Any]
 ) -> None:

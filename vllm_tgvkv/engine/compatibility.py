@@ -463,21 +463,22 @@ def _draft_model_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return ()
-    model, remove = speculative.draft_model_config, "remove --speculative-config"
-    given = {name: getattr(speculative, name) for name in ("attention_backend", "kv_cache_dtype")}
-    backend = given["attention_backend"]
-    is_other = backend is not None and backend.name != platform.attention_backend
+    model, dtype = speculative.draft_model_config, _cache_dtype(vllm_config)
+    backend, kind = speculative.attention_backend, speculative.kv_cache_dtype
+    other = f"use another draft model, {(remove := 'remove --speculative-config')}"
     is_mixed = has_windows(model.hf_text_config) or has_delta_nets(model)
-    dtype = _cache_dtype(vllm_config)
+    sees_images = vllm_config.model_config.is_multimodal_model and model.is_multimodal_model
     return (
         *(
-            (is_refused, f"a draft model that has or is {what}", f"use another one, {remove}")
+            (is_refused, f"a draft model that is or has {what}", other)
             for is_refused, what, _ in _model_refusals(model)
         ),
+        (is_mixed, "a draft model whose layers have windows or states", other),
         (
-            is_mixed,
-            "a draft model whose layers have windows or states",
-            f"use another one, {remove}",
+            # The first image ends the engine.
+            speculative.uses_draft_model() and sees_images,
+            "a draft model that sees images, with which vLLM itself does not work,",
+            f"use a language model as the draft model, {remove}",
         ),
         (
             speculative.parallel_drafting,
@@ -485,13 +486,13 @@ def _draft_model_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[
             "leave parallel_drafting out of --speculative-config",
         ),
         (
-            is_other,
+            backend is not None and backend.name != platform.attention_backend,
             f"a draft model with another attention backend ({backend and backend.name})",
             "leave attention_backend out of --speculative-config",
         ),
         (
-            given["kv_cache_dtype"] not in (None, vllm_config.cache_config.cache_dtype),
-            f"a draft model with another kind of cache ({given['kv_cache_dtype']})",
+            kind not in (None, vllm_config.cache_config.cache_dtype),
+            f"a draft model with another kind of cache ({kind})",
             "leave kv_cache_dtype out of --speculative-config",
         ),
         (

@@ -160,7 +160,7 @@ METRICS = {
             "blocks_held",
             "gauge",
             "KV blocks held by shrunk requests, by layers: those that are evicted, and those "
-            "with a window or a state, which eviction does not reach.",
+            "with a window or a state or of a draft model, which eviction does not reach.",
             ("layers",),
         ),
         Metric(

@@ -425,7 +425,11 @@ CHANGED = [
             speculative_config=DRAFTS,
         )
         for field, value, said in (
-            ("num_speculative_tokens_per_batch_size", [(1, 2, 1)], "for each batch size ... out of"),
+            (
+                "num_speculative_tokens_per_batch_size",
+                [(1, 2, 1)],
+                "for each batch size ... out of",
+            ),
             ("parallel_drafting", True, "that a model makes in parallel yet: leave ... out of"),
             (
                 "attention_backend",

@@ -63,16 +63,14 @@ def with_state_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
     }
 
 
-def with_draft_specs(
-    specs: Mapping[str, KVCacheSpec], drafts: Set[str], last: bool = False
-) -> dict[str, KVCacheSpec]:
+def with_draft_specs(specs: Mapping[str, KVCacheSpec], drafts: Set[str]) -> dict[str, KVCacheSpec]:
     """Return the specs that give the layers of a draft model blocks of their own, in one group.
+
+    It is the first one: vLLM's model runner V1 gives draft models the first group's block table.
 
     Args:
         specs: of all layers by name.
         drafts: names of the draft model's.
-        last: whether they follow the others, as vLLM expects of MTP. Else they are the first group,
-            whose block table vLLM's model runner V1 gives to draft models.
 
     Raises:
         UnsupportedByEvictionError: if the draft model's layers have no full attention, or do not
@@ -90,13 +88,14 @@ def with_draft_specs(
     pages = {spec.page_size_bytes for spec in (*own.values(), *evicted)}
     if times == 0:
         _refuse_drafts("a larger cache than the model itself")
-    if times == 1 and len(pages) == 1 and len(own) != len(evicted):
+    if times == 1 and len(pages) == 1 and len(evicted) >= 1.5 * len(own):
+        # vLLM would split the model's layers into two groups as small as the draft model's.
         _refuse_drafts(f"{len(own)} layers for {len(evicted)} of the same size")
     own = {
         name: replace(replace_as(spec, DraftSpec), block_size=times * spec.block_size)
         for name, spec in own.items()
     }
-    return {**others, **own} if last else {**own, **others}
+    return {**own, **others}
 
 
 def _refuse_drafts(what: str) -> NoReturn:

@@ -172,7 +172,7 @@ class EvictingManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_tokens_main_model: int,
         apply_admission_cap: bool = False,
-        **kwargs: Any,
+        prefill_end: int = 0,
     ) -> int:
         """Return the blocks for a chunk, or for a whole request with `apply_admission_cap`.
 
@@ -206,7 +206,7 @@ class EvictingManager(FullAttentionManager):
             num_local_computed_tokens,
             num_tokens,
             apply_admission_cap=apply_admission_cap,
-            **kwargs,
+            prefill_end=prefill_end,
         )
         if compression and cut and (num_fresh := compression.num_to_reserve(num_tokens)):
             num_free = self.block_pool.get_num_free_blocks()
@@ -631,7 +631,7 @@ class DraftSpec(FullAttentionSpec):
     """Full attention of a draft model, whose blocks are managed by `DraftManager`."""
 
     @classmethod
-    def merge(cls, specs: list[DraftSpec]) -> DraftSpec:  # type: ignore[override]
+    def merge(cls, specs: list[DraftSpec]) -> DraftSpec:
         """Merge the specs of one group; vLLM asks whether other layers may join it."""
         assert all(isinstance(spec, DraftSpec) for spec in specs), "not all layers are drafts"
         return super().merge(specs)

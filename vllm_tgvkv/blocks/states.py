@@ -83,8 +83,8 @@ def with_draft_specs(specs: Mapping[str, KVCacheSpec], drafts: Set[str]) -> dict
     evicted = evicted_specs(others).values()
     if any(not isinstance(spec, EvictingSpec) for spec in own.values()):
         _refuse_drafts("layers without full attention")
-    num_evicted = sum(spec.page_size_bytes for spec in evicted)
-    times = num_evicted // sum(spec.page_size_bytes for spec in own.values())
+    evicted_bytes = sum(spec.page_size_bytes for spec in evicted)
+    times = evicted_bytes // sum(spec.page_size_bytes for spec in own.values())
     pages = {spec.page_size_bytes for spec in (*own.values(), *evicted)}
     if times == 0:
         _refuse_drafts("a larger cache than the model itself")

@@ -148,6 +148,7 @@ class Memory(BaseModel):
     after: int = Field(description="After its last eviction.")
     windows: int = Field(description="Part of both in layers with a sliding window.")
     states: int = Field(description="Part of both in layers with a state.")
+    drafts: int = Field(description="Part of both in the layers of a draft model.")
     given_back: int = Field(description="What its evictions gave back to the pool.")
 
 

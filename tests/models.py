@@ -784,6 +784,47 @@ FAMILIES = {
 }
 
 
+def language_part(folder: Path, layers: int) -> Path:
+    """Return the folder of a LLaVA's language model with its first layers, which is written."""
+    whole = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    config = whole.config.text_config
+    config.num_hidden_layers = layers
+    part = transformers.LlamaForCausalLM(config)
+    part.model.load_state_dict(whole.model.language_model.state_dict(), strict=False)
+    part.lm_head = whole.lm_head
+    part.save_pretrained(target := folder.with_name(f"{folder.name}-{layers}-layers"))
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(target)
+    return target
+
+
+def eagle_head(folder: Path, method: str) -> Path:
+    """Return the folder of an EAGLE head for a LLaVA: its last layer again, which is written."""
+    whole = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    config = whole.config.text_config
+    config.num_hidden_layers, config.architectures = 1, ["LlamaForCausalLM"]
+    layer = whole.model.language_model.layers[-1].state_dict()
+    size = config.hidden_size
+    weights = {f"layers.0.{name}": weight for name, weight in layer.items()}
+    del weights["layers.0.input_layernorm.weight"]
+    weights["fc.weight"] = torch.eye(size).repeat(1, 2) / 2
+    if method == "eagle3":
+        weights = {f"midlayer.{name}": weight for name, weight in layer.items()}
+        for name in "qkv":  # of the embedding and the hidden state
+            key = f"midlayer.self_attn.{name}_proj.weight"
+            weights[key] = weights[key].repeat(1, 2) / 2
+        weights["midlayer.hidden_norm.weight"] = torch.ones(size)
+        weights["norm.weight"] = whole.model.language_model.norm.weight
+        weights["fc.weight"] = torch.eye(size).repeat(1, 3) / 3
+        weights["lm_head.weight"] = whole.lm_head.weight
+        config.architectures = ["LlamaForCausalLMEagle3"]
+        config.draft_vocab_size = config.vocab_size
+        config.eagle_aux_hidden_state_layer_ids = [1, 2, 3]
+    config.save_pretrained(target := folder.with_name(f"{folder.name}-{method}"))
+    weights = {name: weight.detach().clone() for name, weight in weights.items()}
+    save_file(weights, str(target / "model.safetensors"), metadata={"format": "pt"})
+    return target
+
+
 def transpose_experts(folder: Path) -> None:
     """Transpose the stored matrices of experts; transformers reads them either way."""
     path = str(folder / "model.safetensors")

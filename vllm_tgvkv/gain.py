@@ -27,10 +27,11 @@ from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 FULL_ATTENTION = "full attention"
+DRAFTS = "draft model"
 
 _WORTH_IT, _LITTLE = 1.5, 1.1
 """Times the requests from which eviction is worth it, or gains a little."""
@@ -50,6 +51,8 @@ class LayerKind:
     """Most tokens that a layer holds."""
     state_bytes: int = 0
     """Of all layers, for a request of any length."""
+    times: int = 1
+    """Tokens in a block, as a multiple of those of other layers."""
 
     @property
     def is_evicted(self) -> bool:
@@ -58,6 +61,7 @@ class LayerKind:
 
     def num_bytes(self, num_tokens: int, block_size: int) -> int:
         """Return the memory of a request with `num_tokens` cached tokens, in whole blocks."""
+        block_size *= self.times
         num_blocks = -(-num_tokens // block_size)
         if self.window is not None:  # the next token sees the last `window - 1` of these
             num_blocks -= max(num_tokens - self.window + 1, 0) // block_size
@@ -151,6 +155,21 @@ def layer_kinds(specs: Sequence[KVCacheSpec], vllm_config: VllmConfig) -> list[L
         return LayerKind(name, count, count * spec.page_size_bytes // spec.block_size, window)
 
     return [kind_of(spec, count) for spec, count in Counter(specs).most_common()]
+
+
+def draft_kind(model: ModelConfig, kinds: Sequence[LayerKind]) -> LayerKind:
+    """Return the layers of a draft model, whose cache stays whole, next to those of a model.
+
+    Raises:
+        EvictionConfigError: if they do not fit in blocks of the model's.
+    """
+    num_layers = model.get_total_num_hidden_layers()
+    per_layer = 2 * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize
+    num_bytes, evicted = num_layers * per_layer, [kind for kind in kinds if kind.is_evicted]
+    times = sum(kind.bytes_per_token for kind in evicted) // num_bytes
+    if times == 0:
+        raise EvictionConfigError("--draft has a larger cache than the model: give a smaller one")
+    return LayerKind(DRAFTS, num_layers, num_bytes, times=times)
 
 
 def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
@@ -288,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         vllm_config = _configure(options)
         specs = cache_specs(vllm_config)
         kinds = layer_kinds(specs, vllm_config)
+        if options.draft:
+            kinds.append(draft_kind(_draft_config(options), kinds))
         block_size = block_size_with(vllm_config, specs, options.block_size)
     except EvictionConfigError as error:
         print(error, file=sys.stderr)
@@ -344,6 +365,14 @@ def _configure(options: argparse.Namespace) -> VllmConfig:
     return vllm_config
 
 
+def _draft_config(options: argparse.Namespace) -> ModelConfig:
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"trust_remote_code": options.trust_remote_code, "dtype": options.dtype or "auto"}
+    arguments = EngineArgs(model=options.draft, runner="draft", skip_tokenizer_init=True, **given)
+    return arguments.create_model_config()
+
+
 def count(text: str) -> int:
     """Read a positive whole number of a command line."""
     if (number := int(text)) < 1:
@@ -362,6 +391,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--answer", type=count, default=256, help="tokens of its answer")
     add("--budget", default="0.1", help="as --kv-eviction-budget")
     add("--pool", type=float, default=16.0, help="GiB of memory for caches")
+    add("--draft", help="its draft model or EAGLE head, whose cache stays whole")
     add("--block-size", type=count, help=as_in_serve)
     add("--max-model-len", type=count, help=as_in_serve)
     add("--dtype", help=as_in_serve)

@@ -56,8 +56,8 @@ export const memoryKept = ({ blocks, blocks_before: before, memory }) =>
 
 /** What eviction does not reach, in words. @param {Evicted} evicted */
 function fixedName({ memory }) {
-  const fixed = memory ? memory.windows + memory.states : 0;
-  return fixed ? `; windows and states keep ${percent(fixed / memory.before)} of the memory` : "";
+  const fixed = memory ? memory.windows + memory.states + memory.drafts : 0;
+  return fixed ? `; windows, states and drafts keep ${percent(fixed / memory.before)} of the memory` : "";
 }
 
 export function showAnswers() {

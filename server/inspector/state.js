@@ -20,7 +20,8 @@
  * @typedef {Full & {policy: string, budget: number|string, defer: number,
  *   decode: {schedule?: [number, number][], max_tokens?: number}|null, prompt_tokens: number,
  *   kept_tokens: number|null, blocks_before: number, cuts: Cut[], skip_reason: string|null,
- *   memory: {before: number, after: number, windows: number, states: number}|null,
+ *   memory: {before: number, after: number, windows: number, states: number,
+ *     drafts: number}|null,
  *   trace: string|null, tokens: string[]|null}} Evicted
  * @typedef {{model: string, full: Full|null, evicted: Evicted}} Answers
  * @typedef {{name: string, url: string, pixels: ImageBitmap}} Picture  url: with the data in it

@@ -147,6 +147,7 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
         "after": 2 * block_bytes,
         "windows": 0,
         "states": 0,
+        "drafts": 0,
         "given_back": 8 * block_bytes,
     }
     assert report == {

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that are verified over compressed caches: n-grams, and drafts at random.
+"""Drafts over compressed caches: n-grams, those of a draft model and of EAGLE, and at random.
 
-The reference is an engine that serves the same requests without drafts and with room for all;
-where every page is kept, it is stock vLLM with the same drafts. Freed blocks are filled with NaN,
-and all blocks are recounted in every step.
+The draft model is the first half of the model's layers. It sees no images. The reference is an
+engine that serves the same requests without drafts and with room for all; where every page is kept,
+it is stock vLLM with the same drafts. Freed blocks are filled with NaN, and all blocks are
+recounted in every step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.engine.changes import assert_changes_agree, causes_of, restore_soon
 from tests.engine.questions import DEBUG
 from tests.engine.running import Ask, SteppedEngine, engine
 from tests.engine.test_sampling import SAMPLINGS, numbers
-from tests.models import LLAVA_IMAGE, random_image, random_text
+from tests.models import LLAVA_IMAGE, eagle_head, language_part, random_image, random_text
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
@@ -42,6 +43,7 @@ NGRAM = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
 }
+METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 GRANULARITIES = {name: {"base": "tgv", "granularity": name} for name in ("layer", "head")}
 SETTINGS = {
     "policy": "tgv",
@@ -84,9 +86,10 @@ for number, name in enumerate(("tgv", "adakv", "h2o")):  # cut again and again
     WAITING[-1].xargs.pop("kv_eviction_budget")
     WAITING[-1].xargs["kv_eviction_schedule"] = "6:0.6,30:0.4,61:0.2"
 NUM_EVICTED = sum(ask.xargs.get("kv_eviction", "none") != "none" for ask in ASKS)
-# vLLM drafts for none of these.
-WITHOUT_DRAFTS = ("top k, top p, min p", "logit bias", "several")
-SAMPLED = {kind: how for kind, how in SAMPLINGS.items() if kind not in WITHOUT_DRAFTS}
+SAMPLED = {
+    **{kind: how for kind, how in SAMPLINGS.items() if kind != "logit bias"},  # refused with drafts
+    "top k, top p, min p": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3},
+}
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,18 @@ def alone(undrafted: dict[str, list[Answer]]) -> list[Answer]:
     return undrafted["at once"]
 
 
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def speculative(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    if request.param == "ngram":
+        return NGRAM
+    is_eagle = request.param.startswith("eagle")
+    model = eagle_head(folder, request.param) if is_eagle else language_part(folder, layers=2)
+    model, number = str(model), NUM_DRAFTS
+    return {"method": request.param, "model": model, "num_speculative_tokens": number}
+
+
 @pytest.fixture(scope="module")
-def drafting(folder: Path, alone: Any) -> Iterator[SteppedEngine]:
+def drafting(folder: Path, alone: Any, speculative: dict[str, Any]) -> Iterator[SteppedEngine]:
     """An engine with chunks, a prefix cache, and a pool too small for several prompts.
 
     It starts after the others have ended, since a process has one engine at a time.
@@ -157,11 +170,11 @@ def drafting(folder: Path, alone: Any) -> Iterator[SteppedEngine]:
     with engine(
         folder,
         SETTINGS,
-        speculative_config=NGRAM,
+        speculative_config=speculative,
         max_model_len=448,
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=128 + 6 * (speculative is not NGRAM),  # a draft model takes some
         max_num_seqs=6,
-        num_gpu_blocks_override=25,
+        num_gpu_blocks_override=25 if speculative is NGRAM else 33,
         enable_prefix_caching=True,
         disable_log_stats=False,
     ) as running:
@@ -173,6 +186,18 @@ def draft_counts(running: SteppedEngine) -> tuple[int, int]:
     values = {metric.name: getattr(metric, "value", 0) for metric in running.llm.get_metrics()}
     prefix = "vllm:spec_decode_num_"
     return values[f"{prefix}draft_tokens"], values[f"{prefix}accepted_tokens"]
+
+
+def preempt_often(running: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempt a request, which loses its drafts, every ninth step."""
+    step, steps, scheduler = running.step, itertools.count(1), running.scheduler
+
+    def step_and_preempt() -> list[Any]:
+        if not next(steps) % 9 and scheduler.running:
+            running.preempt(scheduler.running[-1])
+        return step()
+
+    monkeypatch.setattr(running, "step", step_and_preempt)
 
 
 def assert_same(running: SteppedEngine, alone: Sequence[Answer]) -> None:
@@ -189,13 +214,20 @@ def assert_same(running: SteppedEngine, alone: Sequence[Answer]) -> None:
     drafted, accepted = (
         now - then for now, then in zip(draft_counts(running), before, strict=True)
     )
-    assert 100 < accepted < drafted - 100
+    assert 50 < accepted < drafted - 50
 
 
-def test_ngrams_change_neither_tokens_nor_what_is_kept(
-    drafting: SteppedEngine, alone: list[Answer], folder: Path
+@pytest.mark.parametrize("speculative", METHODS, indirect=True)
+def test_drafts_change_neither_tokens_nor_what_is_kept(
+    drafting: SteppedEngine,
+    alone: list[Answer],
+    folder: Path,
+    speculative: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The oracle, which has no drafts, agrees."""
+    if speculative is not NGRAM:  # blocks are too many for preemptions
+        preempt_often(drafting, monkeypatch)
     assert_same(drafting, alone)
     oracle = Oracle(folder)
     for ask, answer in zip(ASKS, alone, strict=True):
@@ -203,13 +235,14 @@ def test_ngrams_change_neither_tokens_nor_what_is_kept(
         assert oracle.generate(prompt, ask.max_tokens, answer.kept) == answer.tokens
 
 
+@pytest.mark.parametrize("speculative", ["ngram"], indirect=True)
 def test_random_drafts_change_nothing(
     drafting: SteppedEngine, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some right drafts, then some wrong ones, drawn for every row and step.
 
     So drafts that are accepted, rejected and proposed again cross block borders in every order.
-    Which rows have drafts changes from step to step, and every ninth step one request loses them.
+    Which rows have drafts changes from step to step.
     """
     runner: Any = drafting.core.model_executor.driver_worker.worker.model_runner
     answer_of = {tuple(answer.prompt): answer.tokens for answer in alone}
@@ -229,15 +262,8 @@ def test_random_drafts_change_nothing(
             crossed["rejected"] += slot + len(right) < BLOCK_SIZE <= slot + len(drafts[-1])
         return drafts
 
-    step, steps, scheduler = drafting.step, itertools.count(1), drafting.scheduler
-
-    def step_and_preempt() -> list[Any]:
-        if not next(steps) % 9 and scheduler.running:
-            drafting.preempt(scheduler.running[-1])
-        return step()
-
     monkeypatch.setattr(runner.drafter, "propose", propose)
-    monkeypatch.setattr(drafting, "step", step_and_preempt)
+    preempt_often(drafting, monkeypatch)
     assert_same(drafting, alone)
     assert min(crossed.values()) > 5
 
@@ -283,7 +309,7 @@ def test_drafts_under_pressure_change_nothing(
     assert_changes_agree(drafting, Oracle(folder), asks, outputs)
     found = Counter(cause for each in outputs for cause in causes_of(each))
     assert found["pressure"] >= 6
-    assert found["restored"]
+    assert found["restored"] or drafting.scheduler.block_size > BLOCK_SIZE, "none came back"
     assert draft_counts(drafting)[1] > accepted + 10
 
 
@@ -304,7 +330,8 @@ def test_a_prompt_that_is_cached_to_its_last_token_ends_with_it(drafting: Steppe
     finished = drafting.drain()
     assert drafting.counters["requests_evicted"] == before + 1
     hits = [finished[name].num_cached_tokens for name in names]
-    assert hits == [3 * BLOCK_SIZE, 4 * BLOCK_SIZE]
+    size = drafting.scheduler.block_size  # of the model's blocks and a draft model's
+    assert hits == [3 * BLOCK_SIZE // size * size, 4 * BLOCK_SIZE]
     for name, wanted in zip(names, want, strict=True):
         assert list(finished[name].outputs[0].token_ids) == wanted.tokens
 
@@ -315,8 +342,7 @@ def test_requests_end_while_their_drafts_are_pending(drafting: SteppedEngine) ->
     names = [drafting.add(ask) for ask in asks]
     while not any(request.spec_token_ids for request in drafting.requests(names)):
         drafting.step()
-    *_, last = drafting.requests(names)
-    drafting.preempt(last)
+    drafting.preempt(drafting.scheduler.running[-1])
     drafting.engine.abort_request(names)
     drafting.step()
     drafting.assert_empty()
@@ -324,24 +350,25 @@ def test_requests_end_while_their_drafts_are_pending(drafting: SteppedEngine) ->
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("speculative", METHODS, indirect=True)
 def test_with_everything_kept_every_way_to_sample_gives_what_stock_gives(
-    drafting: SteppedEngine, folder: Path
+    drafting: SteppedEngine, folder: Path, speculative: dict[str, Any]
 ) -> None:
-    """Through compressed caches and in chunks, with the same n-grams.
+    """Through compressed caches and in chunks, with the same drafts.
 
     The last test: another engine ends the shared one.
     """
     evicted = drafting.counters["requests_evicted"]
     drafted, _ = draft_counts(drafting)
     found = sampled(drafting)
-    assert drafting.counters["requests_evicted"] == evicted + len(SAMPLED)
+    assert drafting.counters["requests_evicted"] == evicted + len(SAMPLED) + 1  # n is 2 once
     assert draft_counts(drafting)[0] > drafted
-    with engine(folder, speculative_config=NGRAM, max_model_len=448) as running:
+    with engine(folder, speculative_config=speculative, max_model_len=448) as running:
         stocks = sampled(running)
     for kind, stock in stocks.items():
-        (mine,), (its,) = found[kind].outputs, stock.outputs
-        assert list(mine.token_ids) == list(its.token_ids), kind
-        assert (mine.text, mine.finish_reason) == (its.text, its.finish_reason), kind
-        assert mine.stop_reason == its.stop_reason, kind
-        if its.logprobs:
-            torch.testing.assert_close(numbers(mine.logprobs), numbers(its.logprobs))
+        for mine, its in zip(found[kind].outputs, stock.outputs, strict=True):
+            assert list(mine.token_ids) == list(its.token_ids), kind
+            assert (mine.text, mine.finish_reason) == (its.text, its.finish_reason), kind
+            assert mine.stop_reason == its.stop_reason, kind
+            if its.logprobs:
+                torch.testing.assert_close(numbers(mine.logprobs), numbers(its.logprobs))

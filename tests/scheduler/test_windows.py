@@ -140,7 +140,7 @@ def test_blocks_that_another_request_shares_are_not_given_back() -> None:
                 windows = memory.windows // BLOCK_BYTES
                 assert windows == (4 if window else 0)  # the last 49 tokens of 325
                 assert memory.before - memory.after == 16 * BLOCK_BYTES
-                assert double.scheduler.manager.others.held(["r"]) == (windows, 0)
+                assert double.scheduler.manager.others.held(["r"]) == (windows, 0, 0)
         assert free[0] - free[1] == given_back
         found.append(given_back)
     assert found[0] == found[1] == 16

@@ -86,7 +86,7 @@ OTHERS = frozenset(
         num_experts num_experts_per_tok num_local_experts n_routed_experts
         ours, on parsed flags and on the server's state: answer eviction_cost eviction_memory
         flops_share gpu_memory_utilization gpus host_ms kv_eviction kv_eviction_budget
-        kv_eviction_config load max_inter_token_ms output read_share reserve step_costs
+        kv_eviction_config draft load max_inter_token_ms output read_share reserve step_costs
         tensor_parallel_size trust_remote_code
         """,
     )

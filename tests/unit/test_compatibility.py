@@ -23,9 +23,8 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.utils import cpu_triton_utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.executor import ray_utils
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 from tests.engine import flash_on_cpu
 from tests.inputs import assert_says, head_scores, write_gates
@@ -265,7 +264,11 @@ REFUSED = [
         **DRAFTING,
         **STAGES,
     ),
-    case("by draft_model yet: use the method ngram", speculative_config=DRAFTS),
+    case(
+        "a draft model that sees images, with which vLLM itself does not work, yet: use a language",
+        "prefix",
+        speculative_config=DRAFTS,
+    ),
     case(
         "replicas of several nodes each (--nnodes 4 for --data-parallel-size 2) ... a server for "
         "each replica, with a --master-port of its own",
@@ -339,7 +342,7 @@ def test_what_is_refused_before_a_model_is_loaded(
 ) -> None:
     path = folder(model)
     if options.get("speculative_config") is DRAFTS:
-        options = {"speculative_config": {**DRAFTS, "model": path}}
+        options = {**options, "speculative_config": {**DRAFTS, "model": path}}
     if options.get("eviction") == "gates":
         write_gates(tmp_path, "rg", 2, 64, 2)
         options = {**options, "eviction": settings(gates=str(tmp_path))}
@@ -415,13 +418,51 @@ CHANGED = [
     ),
     *(
         changed(
-            f"speculative decoding by {method} yet: use the method ngram in --speculative-config, "
-            "remove the flag or leave out",
+            f"speculative decoding by {method} yet: use one of the methods ngram, draft_model, "
+            "eagle, eagle3 in --speculative-config, remove the flag or leave out",
             {"speculative_config.method": method},
             **DRAFTING,
         )
         for method in get_args(SpeculativeMethod)
-        if method != "ngram"
+        if method not in platforms.CPU.drafts
+    ),
+    *(
+        changed(
+            f"{said} --speculative-config",
+            {f"speculative_config.{field}": value},
+            speculative_config=DRAFTS,
+        )
+        for field, value, said in (
+            (
+                "num_speculative_tokens_per_batch_size",
+                [(1, 2, 1)],
+                "for each batch size ... out of",
+            ),
+            ("parallel_drafting", True, "that a model makes in parallel yet: leave ... out of"),
+            (
+                "attention_backend",
+                AttentionBackendEnum.FLASH_ATTN,
+                "a draft model with another attention backend (FLASH_ATTN) ... out of",
+            ),
+            ("kv_cache_dtype", "fp8", "with another kind of cache (fp8) ... out of"),
+            (
+                "draft_model_config.runner_type",
+                "pooling",
+                "is or has --runner pooling yet: use another draft model, remove",
+            ),
+            (
+                "draft_model_config.hf_text_config.layer_types",
+                ["sliding_attention", "full_attention"],
+                "whose layers have windows or states yet: use another draft model, remove",
+            ),
+        )
+    ),
+    changed(
+        "a draft model with a quantised cache (--kv-cache-dtype fp8) yet: use --kv-cache-dtype",
+        {"cache_config.cache_dtype": "fp8"},
+        "wide",
+        speculative_config=DRAFTS,
+        block_size=32,
     ),
     *(
         changed(f"summaries of evicted tokens with {flag}", {field: number}, eviction=eviction)
@@ -508,6 +549,8 @@ CHANGED = [
 def test_what_vllm_itself_refuses_elsewhere(
     folder: Folder, model: str, options: Any, fields: Any, platform: Platform, said: str
 ) -> None:
+    if options.get("speculative_config") is DRAFTS:
+        options = {**options, "speculative_config": {**DRAFTS, "model": folder(model)}}
     config = configure(folder(model), **options)
     for path, value in fields.items():
         *parts, field = path.split(".")
@@ -665,6 +708,7 @@ def test_supported_models_get_the_plugins_classes(
     for options in (
         *({"model": folder(name)} for name in ("plain", "unused window", "cosmos", "mixture")),
         {"model": plain, "speculative_config": NGRAM},  # which vLLM never schedules ahead
+        {"model": plain, "speculative_config": {**DRAFTS, "model": plain}},
         {"model": plain, "eviction": settings(decode={"max_tokens": 32}), "block_size": 32},
     ):
         config = configure(**options)
@@ -819,18 +863,6 @@ def test_sinks_are_read_from_the_layers() -> None:
         assert torch.equal(read(slice(2, 3)), values[2:].float().view(1, 2, 3))
         values.add_(1)
     assert sinks_of(impls[1:2]) is None
-
-
-def test_vllm_loses_the_sampling_parameters_of_drafts_on_cpu() -> None:
-    """A known fault of stock vLLM 0.32: once this fails, correct docs/compatibility.md."""
-    current_platform.import_kernels()
-    sizes = torch.tensor([2, 2, 5])
-    for values, is_right in (([3.0, 5.0, 7.0], False), ([3, 5, 7], True)):
-        found = torch.full((5,), -9, dtype=torch.tensor(values).dtype)
-        cpu_triton_utils._expand_kernel_impl(found, torch.tensor(values), sizes, 0, 1)
-        assert found.tolist() == ([3, 3, 7, 7, 7] if is_right else [-9] * 5)
-    with pytest.raises(RuntimeError, match="Expected reduction dim"):
-        apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
 
 
 def test_what_vllm_refuses_itself(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:

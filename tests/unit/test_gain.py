@@ -15,12 +15,13 @@ import transformers
 
 from tests.conftest import ROOT
 from tests.unit.test_compatibility import SIZES, VISION
-from vllm_tgvkv.gain import FULL_ATTENTION, LayerKind, gain, main
+from vllm_tgvkv.gain import DRAFTS, FULL_ATTENTION, LayerKind, gain, main
 from vllm_tgvkv.shared.budget import Budget
 
 FULL = LayerKind(FULL_ATTENTION, 10, bytes_per_token=1000)
 WINDOW = LayerKind("window of 64 tokens", 20, bytes_per_token=2000, window=64)
 STATE = LayerKind("state", 30, state_bytes=500_000)
+DRAFT = LayerKind(DRAFTS, 1, bytes_per_token=300, times=3)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ STATE = LayerKind("state", 30, state_bytes=500_000)
         ([FULL, WINDOW], 1_024_000 + 128_000, 112_000 + 128_000, 1_088_000 + 160_000),
         ([STATE, FULL], 1_024_000 + 500_000, 112_000 + 500_000, 1_088_000 + 500_000),
         ([STATE, WINDOW], 628_000, 628_000, 660_000),
+        # In blocks of 48 tokens, 1023 are 22 and 1003 are 21.
+        ([FULL, DRAFT], 1_024_000 + 316_800, 112_000 + 316_800, 1_088_000 + 302_400),
     ],
 )
 def test_a_request_by_hand(kinds: list[LayerKind], before: int, after: int, peak: int) -> None:
@@ -122,8 +125,13 @@ def test_kinds_of_layers_are_those_that_vllm_builds(
     architecture = type(made).__name__.replace("Config", "ForConditionalGeneration")
     made.architectures, made.dtype = [architecture], "bfloat16"
     made.save_pretrained(tmp_path)
+    draft = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    draft.architectures, draft.dtype = ["LlamaForCausalLM"], "bfloat16"
+    draft.save_pretrained(tmp_path / "draft")
+    rows = [*rows, (DRAFTS, 1, 16 * _HEADS, 0)]
+    options = ["--block-size", "16", "--pool", "1", "--draft", tmp_path / "draft"]
     run = subprocess.run(
-        [sys.executable, "-m", "vllm_tgvkv.gain", tmp_path, "--block-size", "16", "--pool", "1"],
+        [sys.executable, "-m", "vllm_tgvkv.gain", tmp_path, *options],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,

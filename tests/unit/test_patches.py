@@ -3,22 +3,29 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from pathlib import Path
 
 import pytest
+import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.platforms import current_platform
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
+from vllm.utils import cpu_triton_utils
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.sample import rejection_sampler
 
 from vllm_tgvkv.engine import patches
 from vllm_tgvkv.plugin import UnsupportedVllmError, check_vllm_version, register
+from vllm_tgvkv.worker.cpu import expand_batch_to_tokens
 
 CHAT = ["self", "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache"]
 PARAMETERS: dict[tuple[type, str], list[str]] = {
@@ -102,6 +109,33 @@ def test_the_table_lists_what_is_wrapped() -> None:
     assert listed == [(owner.__name__, name) for owner, name in PARAMETERS]
     calls = re.findall(r'^ {4}_wrap\((\w+), "(\w+)"', inspect.getsource(patches), re.MULTILINE)
     assert calls == listed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_numbers_of_requests_reach_their_drafts(dtype: torch.dtype) -> None:
+    """Once vLLM's function is right on CPU as well, the replacement can go."""
+    current_platform.import_kernels()
+    given = torch.tensor([3, 0, 7, 5], dtype=dtype), torch.tensor([2, 3, 3, 6])
+    wanted = torch.tensor([3, 3, 1, 5, 5, 5], dtype=dtype)
+    found = expand_batch_to_tokens(*given, len(wanted), replace_from=0, replace_to=1)
+    assert found.dtype == dtype
+    assert torch.equal(found, wanted)
+    theirs = torch.full_like(wanted, -9)
+    cpu_triton_utils._expand_kernel_impl(theirs, *given, 0, 1)
+    assert torch.equal(theirs, wanted) == (dtype == torch.int64)
+
+
+def test_vllm_looks_up_the_replaced_function_with_these_parameters() -> None:
+    module = ast.parse(Path(rejection_sampler.__file__).read_text())
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    theirs = [argument.arg for argument in functions["expand_batch_to_tokens"].args.args]
+    assert theirs == list(inspect.signature(expand_batch_to_tokens).parameters)
+    called = [
+        node.func.id
+        for node in ast.walk(functions["apply_sampling_constraints"])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    assert called.count("expand_batch_to_tokens") == 3
 
 
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,26 @@ import torch
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout, KVCacheSpec, MambaSpec
 
-from vllm_tgvkv.blocks.manager import EvictingSpec, WindowSpec
-from vllm_tgvkv.blocks.states import packed_block_size, with_plain_specs, with_state_specs
+from vllm_tgvkv.blocks.manager import DraftSpec, EvictingSpec, WindowSpec
+from vllm_tgvkv.blocks.states import (
+    packed_block_size,
+    with_draft_specs,
+    with_plain_specs,
+    with_state_specs,
+)
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 BLOCK_SIZE = 16
+DRAFTS = {
+    "EAGLE for Qwen3-VL 8B": ((36, 8, 128), (1, 8, 128), 36),
+    "EAGLE for Llama 3.1 8B": ((32, 8, 128), (1, 8, 128), 32),
+    "Qwen3 0.6B for Qwen3 8B": ((36, 8, 128), (28, 8, 128), 1),
+    "Qwen3 0.6B for Qwen3 32B": ((64, 8, 128), (28, 8, 128), 2),
+    "SmolLM2 135M for SmolLM2 1.7B": ((24, 32, 64), (30, 3, 64), 8),
+    "SmolLM2 135M for itself": ((30, 3, 64), (30, 3, 64), 1),
+}
+"""Layers, KV heads and their size, of the model and of the draft model; tokens in the latter's
+blocks, as a multiple."""
 WINDOWS = {
     "Gemma 3 4B": (34, 6, (4, 256), (4, 256)),
     "Gemma 3 27B": (62, 6, (16, 128), (16, 128)),
@@ -104,3 +120,44 @@ def test_full_attention_fills_blocks_that_hold_states(model: str, ranks: int) ->
     assert block_size <= on_one_rank
     assert block_size == on_one_rank or ranks > kv_heads
     assert_full_attention_fills_blocks(grouped(with_state_specs(specs(block_size))), layers // 4)
+
+
+def full_attention(prefix: str, layers: int, heads: int, size: int) -> dict[str, KVCacheSpec]:
+    shape = {"num_kv_heads": heads, "head_size": size, "dtype": torch.bfloat16}
+    spec = EvictingSpec(block_size=BLOCK_SIZE, **shape)
+    return {f"{prefix}.layers.{layer}.attn": spec for layer in range(layers)}
+
+
+@pytest.mark.parametrize("models", DRAFTS)
+def test_a_draft_model_has_one_group_in_the_models_blocks(models: str) -> None:
+    """The first one, with as many tokens in a block as fit."""
+    model, draft, times = DRAFTS[models]
+    own = full_attention("draft_model", *draft)
+    config = grouped(with_draft_specs({**full_attention("model", *model), **own}, own.keys()))
+    assert_full_attention_fills_blocks(config, model[0])
+    group, _ = config.kv_cache_groups
+    assert group.layer_names == list(own)
+    assert type(group.kv_cache_spec) is DraftSpec
+    assert group.kv_cache_spec.block_size == times * BLOCK_SIZE
+    (size,) = {tensor.block_stride for tensor in config.kv_cache_tensors}
+    assert size == 4 * BLOCK_SIZE * model[0] * model[1] * model[2]
+
+
+WINDOW = WindowSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=9
+)
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (full_attention("draft_model", 5, 2, 64), "a larger cache than the model itself"),
+        (full_attention("draft_model", 4, 1, 64), "4 layers for 6 of the same size"),
+        ({"draft_model.attn": WINDOW}, "layers without full attention"),
+    ],
+)
+def test_draft_models_that_do_not_fit_are_refused(own: Any, said: str) -> None:
+    model = full_attention("model", 6, 1, 64)
+    with pytest.raises(UnsupportedByEvictionError, match=f"a draft model .* that has {said} yet"):
+        with_draft_specs({**model, **own}, own.keys())
+    assert with_draft_specs(model, set()) == model

@@ -160,22 +160,26 @@ class EvictingManager(FullAttentionManager):
         tokens take the place of blocks that the prompt gave back.
         """
         usable = self.block_pool.num_gpu_blocks - 1  # the null block is never handed out
-        return max(cuts.peaks(), default=0) + num_header + self.others.most <= usable
+        num_others = self.others.most(cuts.longest)
+        return max(cuts.peaks(), default=0) + num_header + num_others <= usable
 
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
         num_tokens: int,
         new_computed_blocks: Sequence[KVCacheBlock],
-        *args: Any,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
         apply_admission_cap: bool = False,
-        **kwargs: Any,
+        prefill_end: int = 0,
     ) -> int:
         """Return the blocks for a chunk, or for a whole request with `apply_admission_cap`.
 
         vLLM compares the number with the free blocks. For a request that is not admitted yet it
         includes the free blocks that earlier prefills need.
         """
+        num_tokens = num_tokens_main_model  # without those that only a draft model writes
         compression = self.compressions.get(request_id)
         if compression and compression.arriving and request_id not in self.req_to_blocks:
             num_blocks = self._num_arriving(compression, num_tokens)
@@ -183,7 +187,7 @@ class EvictingManager(FullAttentionManager):
                 num_blocks = max(num_blocks - self.order.net_change(0), 0)
             else:
                 num_blocks += self.order.needed()
-            return self._with_kept_free(request_id, num_blocks)
+            return self._with_kept_free(request_id, num_tokens, num_blocks)
         cut = compression.cut if compression else None
         if cut is None and request_id in self.num_cached_block:
             # It runs, and nothing is reserved: vLLM's number, without the way there, which every
@@ -194,9 +198,15 @@ class EvictingManager(FullAttentionManager):
             # A request that waits for its answer has room for it, and for the fresh blocks. One
             # whose region has arrived waits no longer: all might wait for each other's blocks.
             num_tokens = max(num_tokens, cut.at)
-        kwargs["apply_admission_cap"] = apply_admission_cap
         num_blocks = super().get_num_blocks_to_allocate(
-            request_id, num_tokens, new_computed_blocks, *args, **kwargs
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens,
+            apply_admission_cap=apply_admission_cap,
+            prefill_end=prefill_end,
         )
         if compression and cut and (num_fresh := compression.num_to_reserve(num_tokens)):
             num_free = self.block_pool.get_num_free_blocks()
@@ -206,7 +216,8 @@ class EvictingManager(FullAttentionManager):
         if request_id in self.req_to_blocks:
             return num_blocks
         if not apply_admission_cap:
-            return self._with_kept_free(request_id, num_blocks + self.order.needed())
+            num_blocks += self.order.needed()
+            return self._with_kept_free(request_id, num_tokens, num_blocks)
         num_shared = sum(block.ref_cnt > 0 for block in new_computed_blocks)
         num_header = compression.num_header if compression else 0
         prefill = self._prefill(cut, num_tokens, num_shared, num_header)
@@ -214,20 +225,21 @@ class EvictingManager(FullAttentionManager):
         # The prompt gives blocks back before the tokens that follow it are computed again.
         num_blocks -= min(prefill.num_replayed, prefill.num_returned)
         num_blocks = max(num_blocks - self.order.net_change(num_shared), 0)
-        return self._with_kept_free(request_id, num_blocks)
+        return self._with_kept_free(request_id, num_tokens, num_blocks)
 
-    def _with_kept_free(self, request_id: str, num_blocks: int) -> int:
+    def _with_kept_free(self, request_id: str, num_tokens: int, num_blocks: int) -> int:
         """Return the free blocks without which a request is not admitted."""
         wanted = num_blocks + self.num_kept_free
-        num_free = self.block_pool.get_num_free_blocks() - self.others.most - self.num_watermark
-        if wanted > num_free and self.refused is None:
+        num_others = self.others.most(num_tokens) + self.num_watermark
+        if wanted > self.block_pool.get_num_free_blocks() - num_others and self.refused is None:
             self.refused = request_id, num_blocks
         return wanted
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        num_tokens = num_tokens_main_model
+        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens)
         compression = self.compressions.get(request_id)
         cut = compression.cut if compression else None
         if compression and cut and (num_fresh := compression.num_to_reserve(num_tokens)):
@@ -543,16 +555,21 @@ class StateManager(OtherLayersManager, MambaManager):
     """A `MambaManager` for the states of requests that may be compressed."""
 
 
+class DraftManager(OtherLayersManager, FullAttentionManager):
+    """A `FullAttentionManager` for the layers of a draft model, which keep all tokens."""
+
+
 def connect_managers(
-    managers: Sequence[SingleTypeKVCacheManager], num_steps: int
+    managers: Sequence[SingleTypeKVCacheManager], num_steps: int, num_lookahead: int
 ) -> tuple[int, EvictingManager, list[SingleTypeKVCacheManager]]:
     """Let the managers of all groups of layers know each other.
 
     Args:
         num_steps: steps that are in flight at the same time.
+        num_lookahead: tokens that a draft model writes after those of a step.
 
     Returns:
-        The index of the group that is evicted, its manager, and the managers of windows and states.
+        The index of the group that is evicted, its manager, and the managers of other layers.
     """
     ((group, manager),) = (
         (group, manager)
@@ -560,7 +577,8 @@ def connect_managers(
         if isinstance(manager, EvictingManager)
     )
     others = [other for other in managers if other is not manager]
-    manager.others = OtherBlocks(others, num_steps)
+    drafts = [other for other in others if isinstance(other, DraftManager)]
+    manager.others = OtherBlocks(others, num_steps, drafts, num_lookahead)
     for other in others:
         if isinstance(other, OtherLayersManager):
             other.evicting = manager
@@ -605,3 +623,15 @@ class WindowSpec(SlidingWindowSpec):
 @dataclass(frozen=True, kw_only=True)
 class StateSpec(MambaSpec):
     """A state whose blocks are managed by `StateManager`."""
+
+
+@register_kv_cache_spec(manager_class=DraftManager)
+@dataclass(frozen=True, kw_only=True)
+class DraftSpec(FullAttentionSpec):
+    """Full attention of a draft model, whose blocks are managed by `DraftManager`."""
+
+    @classmethod
+    def merge(cls, specs: list[DraftSpec]) -> DraftSpec:
+        """Merge the specs of one group; vLLM asks whether other layers may join it."""
+        assert all(isinstance(spec, DraftSpec) for spec in specs), "not all layers are drafts"
+        return super().merge(specs)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that requests hold for layers that are not evicted: their windows and their states.
+"""Blocks that requests hold for layers that are not evicted: windows, states and draft models.
 
 While its prompt is computed, a request holds its windows and the tokens of the steps in flight.
 What it does not need for its answer goes back to the pool afterwards, whether it is evicted or not.
-States are taken with the first chunk and held to the end.
+States are taken with the first chunk and held to the end. The layers of a draft model hold all
+tokens, and those that it drafts.
 """
 
 from __future__ import annotations
@@ -24,22 +25,43 @@ _DECODED_IN_FLIGHT = 2
 
 
 class OtherBlocks:
-    """Blocks of the windows and states of all groups of layers that are not evicted."""
+    """Blocks of all groups of layers that are not evicted."""
 
     def __init__(
-        self, managers: Sequence[SingleTypeKVCacheManager] = (), num_steps: int = 1
+        self,
+        managers: Sequence[SingleTypeKVCacheManager] = (),
+        num_steps: int = 1,
+        drafts: Sequence[SingleTypeKVCacheManager] = (),
+        num_lookahead: int = 0,
     ) -> None:
-        """`num_steps` is the number of steps that are in flight at the same time."""
+        """Make it for a scheduler.
+
+        Args:
+            managers: of all these groups.
+            num_steps: steps that are in flight at the same time.
+            drafts: those of draft models.
+            num_lookahead: tokens that a draft model writes after those of a step.
+        """
+        self.drafts, self._num_lookahead = drafts, num_lookahead
         self._windows = [each for each in managers if isinstance(each, SlidingWindowManager)]
         self._states = [each for each in managers if isinstance(each, MambaManager)]
         self.caches_states = any(map(_caches_states, self._states))
         """Whether states at the ends of blocks enter the prefix cache."""
         # Of windows, with the tokens of the steps in flight. Of states one that each step
         # overwrites, or with prefix caching one that it starts from, and the last one's result.
-        self.most = sum(each.max_admission_blocks_per_request or 0 for each in self._windows)
-        """Most blocks that a request holds."""
+        self._most = sum(each.max_admission_blocks_per_request or 0 for each in self._windows)
+        """Most blocks of windows and states that a request holds."""
         for each in self._states:
-            self.most += 1 + each.num_speculative_blocks + _caches_states(each) * num_steps
+            self._most += 1 + each.num_speculative_blocks + _caches_states(each) * num_steps
+
+    def most(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of this length holds."""
+        return self._most + self.num_drafting(num_tokens)
+
+    def num_drafting(self, num_tokens: int) -> int:
+        """Return the blocks of draft models once a step ends at `num_tokens` of a request."""
+        num_tokens += self._num_lookahead
+        return sum(cdiv(num_tokens, each.block_size) for each in self.drafts)
 
     def windows(self, num_tokens: int) -> int:
         """Return the blocks of a request's windows once `num_tokens` of it are computed."""
@@ -63,12 +85,13 @@ class OtherBlocks:
             for each in self._states
         )
 
-    def held(self, request_ids: Iterable[str]) -> tuple[int, int]:
-        """Return the blocks that requests hold for windows and for states now."""
+    def held(self, request_ids: Iterable[str]) -> tuple[int, int, int]:
+        """Return the blocks that requests hold for windows, states and draft models now."""
         names = list(request_ids)
         rows = [each.req_to_blocks.get(name, []) for each in self._windows for name in names]
         num_windows = sum(len(_real(blocks, len(blocks))) for blocks in rows)
-        return num_windows, sum(map(self.states, names))
+        drafts = (each.req_to_blocks.get(name, ()) for each in self.drafts for name in names)
+        return num_windows, sum(map(self.states, names)), sum(map(len, drafts))
 
     def passing(self, request_id: str, num_tokens: int, num_last: int) -> tuple[int, int]:
         """Return the blocks that a prefill still takes, and those that it gives back by its end.
@@ -93,6 +116,7 @@ class OtherBlocks:
             # The answer's window may begin and end within a block.
             rest = cdiv(manager.sliding_window - 1 + _DECODED_IN_FLIGHT, manager.block_size) + 1
             given_back += max(num_held + left - max(rest, num_shared), 0)
+        taken += max(self.num_drafting(num_last) - self.num_drafting(num_tokens), 0)
         return taken, given_back
 
     def growth(self, request: Request, num_tokens: int) -> int:
@@ -106,7 +130,8 @@ class OtherBlocks:
             freed = _real(blocks, min(num_skipped, len(blocks)))
             change += max(cdiv(num_tokens, manager.block_size) - len(blocks), 0)
             change -= sum(block.ref_cnt == 1 for block in freed)
-        return change
+        num_held = sum(len(each.req_to_blocks.get(request.request_id, ())) for each in self.drafts)
+        return change + max(self.num_drafting(num_tokens) - num_held, 0)
 
 
 def _real(blocks: Sequence[KVCacheBlock], end: int) -> list[KVCacheBlock]:

@@ -5,13 +5,15 @@ vLLM gives all layers one page size. A state of linear attention is as large as 
 of some 500 tokens, so its blocks have 528 tokens and more, and a head could keep only so much or
 nothing. But a block holds pages of all full-attention layers: one state fits in it when their pages
 together are as large. Groups of one or a few states then share the pool with blocks of, for
-example, 64 tokens.
+example, 64 tokens. The same holds for the few layers of a draft model, which keep all tokens: in a
+block they have as many tokens as fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
+from typing import NoReturn
 
 from vllm.utils.math_utils import round_up
 from vllm.v1.kv_cache_interface import (
@@ -24,7 +26,8 @@ from vllm.v1.kv_cache_interface import (
     replace_as,
 )
 
-from vllm_tgvkv.blocks.manager import EvictingSpec, StateSpec
+from vllm_tgvkv.blocks.manager import DraftSpec, EvictingSpec, StateSpec
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 
 _ALIGNMENT = 32
 """Block sizes are multiples of it, which vLLM's CPU and CUDA kernels like best."""
@@ -58,6 +61,48 @@ def with_state_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
         name: replace_as(spec, StateSpec) if isinstance(spec, MambaSpec) else spec
         for name, spec in specs.items()
     }
+
+
+def with_draft_specs(specs: Mapping[str, KVCacheSpec], drafts: Set[str]) -> dict[str, KVCacheSpec]:
+    """Return the specs that give the layers of a draft model blocks of their own, in one group.
+
+    It is the first one: vLLM's model runner V1 gives draft models the first group's block table.
+
+    Args:
+        specs: of all layers by name.
+        drafts: names of the draft model's.
+
+    Raises:
+        UnsupportedByEvictionError: if the draft model's layers have no full attention, or do not
+            fit in blocks of the model's.
+    """
+    if not drafts:
+        return dict(specs)
+    own = {name: spec for name, spec in specs.items() if name in drafts}
+    others = {name: spec for name, spec in specs.items() if name not in drafts}
+    evicted = evicted_specs(others).values()
+    if any(not isinstance(spec, EvictingSpec) for spec in own.values()):
+        _refuse_drafts("layers without full attention")
+    evicted_bytes = sum(spec.page_size_bytes for spec in evicted)
+    times = evicted_bytes // sum(spec.page_size_bytes for spec in own.values())
+    pages = {spec.page_size_bytes for spec in (*own.values(), *evicted)}
+    if times == 0:
+        _refuse_drafts("a larger cache than the model itself")
+    if times == 1 and len(pages) == 1 and len(evicted) >= 1.5 * len(own):
+        # vLLM would split the model's layers into two groups as small as the draft model's.
+        _refuse_drafts(f"{len(own)} layers for {len(evicted)} of the same size")
+    own = {
+        name: replace(replace_as(spec, DraftSpec), block_size=times * spec.block_size)
+        for name, spec in own.items()
+    }
+    return {**own, **others}
+
+
+def _refuse_drafts(what: str) -> NoReturn:
+    raise UnsupportedByEvictionError(
+        f"--kv-eviction does not work with a draft model (--speculative-config) that has {what} "
+        "yet: use a smaller draft model, remove --speculative-config, or leave out --kv-eviction"
+    )
 
 
 def evicted_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, EvictingSpec]:

@@ -132,7 +132,11 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     padded = getattr(text, "qk_nope_head_dim", None) is not None
     value_size = 0 if padded else getattr(text, "v_head_dim", None)
     return (
-        (model.runner_type != "generate", f"--runner {model.runner_type}", other),
+        (
+            model.runner_type not in ("generate", "draft"),  # vLLM's name for a draft model's
+            f"--runner {model.runner_type}",
+            other,
+        ),
         (model.use_mla, "multi-head latent attention (MLA)", other),
         (
             value_size and value_size != model.get_head_size(),
@@ -427,21 +431,73 @@ def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
     """List what speculative decoding may not be; nothing without it."""
     speculative = vllm_config.speculative_config
     method = "" if speculative is None else str(speculative.method)
-    if not method:
+    if speculative is None or not method:
         return ()
     stages = vllm_config.parallel_config.pipeline_parallel_size
     drafts, remove = f"speculative decoding by {method}", "remove --speculative-config"
     return (
+        (not platform.drafts, f"{drafts} on this platform", remove),
         (
-            method != "ngram",
+            method not in platform.drafts,
             drafts,
-            "use the method ngram in --speculative-config, remove the flag",
+            f"use one of the methods {', '.join(platform.drafts)} in --speculative-config, remove "
+            "the flag",
         ),
-        (not platform.supports_drafts, f"{drafts} on this platform", remove),
         (
             stages > 1,
             f"{drafts} in pipeline stages (--pipeline-parallel-size {stages})",
             f"{remove} or use --pipeline-parallel-size 1",
+        ),
+        (
+            speculative.uses_dynamic_speculative_decoding(),
+            f"{drafts} with another number of drafts for each batch size",
+            "leave num_speculative_tokens_per_batch_size out of --speculative-config",
+        ),
+        *_draft_model_refusals(vllm_config, platform),
+    )
+
+
+def _draft_model_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
+    """List what a draft model may not be or have; nothing for drafts without a model."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return ()
+    model, dtype = speculative.draft_model_config, _cache_dtype(vllm_config)
+    backend, kind = speculative.attention_backend, speculative.kv_cache_dtype
+    other = f"use another draft model, {(remove := 'remove --speculative-config')}"
+    is_mixed = has_windows(model.hf_text_config) or has_delta_nets(model)
+    sees_images = vllm_config.model_config.is_multimodal_model and model.is_multimodal_model
+    return (
+        *(
+            (is_refused, f"a draft model that is or has {what}", other)
+            for is_refused, what, _ in _model_refusals(model)
+        ),
+        (is_mixed, "a draft model whose layers have windows or states", other),
+        (
+            # The first image ends the engine.
+            speculative.uses_draft_model() and sees_images,
+            "a draft model that sees images, with which vLLM itself does not work,",
+            f"use a language model as the draft model, {remove}",
+        ),
+        (
+            speculative.parallel_drafting,
+            "drafts that a model makes in parallel",
+            "leave parallel_drafting out of --speculative-config",
+        ),
+        (
+            backend is not None and backend.name != platform.attention_backend,
+            f"a draft model with another attention backend ({backend and backend.name})",
+            "leave attention_backend out of --speculative-config",
+        ),
+        (
+            kind not in (None, vllm_config.cache_config.cache_dtype),
+            f"a draft model with another kind of cache ({kind})",
+            "leave kv_cache_dtype out of --speculative-config",
+        ),
+        (
+            dtype not in _PLAIN_CACHES,
+            f"a draft model with a quantised cache (--kv-cache-dtype {dtype})",
+            f"use --kv-cache-dtype {_plain_cache(vllm_config.model_config)}, {remove}",
         ),
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions and the class of vLLM that this plugin wraps, because vLLM has no hook for them.
+"""The functions and the class of vLLM that this plugin wraps or replaces, because vLLM has no hook for them.
 
 | function | why | can go when |
 |---|---|---|
@@ -10,9 +10,10 @@
 | `InputProcessor.process_inputs` | a wrong `vllm_xargs` value must become HTTP 400 in the server process, and the number of protected tokens reaches the engine among them | vLLM lets plugins validate request parameters |
 | `BaseRenderer.render_chat` | only here are both messages and tokens known, so that instructions can be told from what they are about | vLLM says where each message of a prompt begins |
 | `BaseRenderer.render_chat_async` | the same, for the server | the same |
+| `rejection_sampler.expand_batch_to_tokens` (replaced by a function of `worker/cpu.py`) | on CPU it loses numbers that are not int64, among them the temperatures and top k of requests with drafts | vLLM's `_expand_kernel_impl` returns them, which a test in `tests/unit/test_patches.py` notices |
 
 The first three are wrapped when the plugin loads, and pass everything through unless eviction is
-switched on. The others are wrapped when it is. `tests/unit/test_patches.py` fails when one of them
+switched on. The others are wrapped when it is, the last one in the processes of CPU workers. `tests/unit/test_patches.py` fails when one of them
 changes its signature.
 """  # noqa: E501
 

@@ -23,8 +23,8 @@ class Platform:
     """Whether Ray may start workers and engines. vLLM itself has no Ray resource for CPUs."""
     shares_experts: bool = True
     """Whether vLLM can share a mixture's experts among engines and, as wholes, among ranks."""
-    supports_drafts: bool = False
-    """Whether decode steps may hold drafts (speculative decoding)."""
+    drafts: tuple[str, ...] = ()
+    """Methods of speculative decoding; without one, decode steps may hold no drafts."""
     recall_tiers: tuple[str, ...] = ("memory",)
     """Values of the setting `recall.tier`."""
     most_head_size: int | None = None
@@ -54,7 +54,7 @@ CPU = Platform(
     "CPU_ATTN",
     has_other_backends=False,
     shares_experts=False,
-    supports_drafts=True,
+    drafts=("ngram", "draft_model", "eagle", "eagle3"),
     recall_tiers=("memory", "file"),
     skips_hidden_keys=True,
     cache_is_on_host=True,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_tgvkv.blocks.manager import EvictingManager
@@ -103,6 +104,8 @@ class Pressure:
             num_drafts: tokens that are drafted for each request in a step.
         """
         self._manager = manager
+        self._growing = (manager, *manager.others.drafts)
+        """Managers of layers that hold every new token."""
         self._candidates = candidates
         self._query_rows = query_rows
         self._max_model_len = max_model_len
@@ -170,7 +173,8 @@ class Pressure:
     def _ample(self, num_running: int) -> int:
         """Return free blocks with which running requests are not short for a while."""
         num_tokens = 2 * (self._most_votes + self._num_ahead)
-        return 2 * (cdiv(num_tokens, self._manager.block_size) + 1) * num_running
+        num_blocks = sum(cdiv(num_tokens, each.block_size) + 1 for each in self._growing)
+        return 2 * num_blocks * num_running
 
     def _longest(self, request: Request) -> int:
         return min(request.num_prompt_tokens + request.max_tokens, self._max_model_len)
@@ -179,7 +183,8 @@ class Pressure:
         """Return the blocks of a waiting request at its longest."""
         if first is None:
             return 0
-        return cdiv(self._longest(first), self._manager.block_size) + self._manager.others.most
+        num_tokens = self._longest(first)
+        return cdiv(num_tokens, self._manager.block_size) + self._manager.others.most(num_tokens)
 
     def _fresh_blocks(self, shrinkable: Iterable[_Shrinkable], first: Request | None) -> int:
         """Return the fresh blocks of one cut: of a running request, or of the one that waits."""
@@ -194,7 +199,14 @@ class Pressure:
         return max(votes, default=PRESSURE_ROWS) + self._num_ahead
 
     def _growth(self, running: Sequence[Request], num_near: int) -> _Growth:
-        rows, size = self._manager.req_to_blocks, self._manager.block_size
+        growths = [self._growth_of(each, running, num_near) for each in self._growing]
+        return _Growth(*map(sum, zip(*growths, strict=True)))
+
+    def _growth_of(
+        self, manager: SingleTypeKVCacheManager, running: Sequence[Request], num_near: int
+    ) -> tuple[int, int, int]:
+        """Return the fields of a `_Growth` for one group of layers."""
+        rows, size = manager.req_to_blocks, manager.block_size
         near = far = end = 0
         for request in running:  # in every step while memory is short, so without calls
             num_known = request.num_tokens
@@ -210,7 +222,7 @@ class Pressure:
                     far += -((num_room - min(num_left, 2 * num_near)) // size)
                     if num_room < num_near:
                         near += -((num_room - min(num_left, num_near)) // size)
-        return _Growth(near, far, end)
+        return near, far, end
 
     def _refused_blocks(self, waiting: Iterable[Request], num_running: int) -> int:
         """Return the blocks of the request that was refused, and of those that follow it.
@@ -222,12 +234,12 @@ class Pressure:
         if manager.refused is None:
             return 0
         refused, num_blocks = manager.refused
-        num_tokens, total = _CUT_STEPS * self._step_tokens, manager.others.most
+        num_tokens, total = _CUT_STEPS * self._step_tokens, 0
         most = min(self._max_running - num_running, _MOST_TOGETHER)
         for request in itertools.islice(waiting, most):
             num_tokens -= request.num_tokens
             if request.request_id == refused:
-                total += num_blocks
+                total += num_blocks + manager.others.most(request.num_tokens)
             elif num_tokens < 0:
                 break
             else:

@@ -224,10 +224,13 @@ class Records:
         """
         others, size = self._manager.others, self._block_bytes
         windows, states = others.windows(cut.at), others.states(request.request_id)
+        drafts = others.num_drafting(cut.at)
+        fixed = windows + states + drafts
         return MemoryReport(
-            before=(num_before + windows + states) * size,
-            after=(num_after + windows + states) * size,
+            before=(num_before + fixed) * size,
+            after=(num_after + fixed) * size,
             windows=windows * size,
             states=states * size,
+            drafts=drafts * size,
             given_back=candidate.num_given_back * size,
         )

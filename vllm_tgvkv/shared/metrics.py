@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 _PREFIX = "kv_eviction"
-LAYERS = ("evicted", "window", "state")
-"""Values of the label `layers`: eviction does not reach the last two."""
+LAYERS = ("evicted", "window", "state", "draft")
+"""Values of the label `layers`: eviction reaches the first only."""
 
 TIER_FAULTS = ("full", "failed")
 """Values of the label `fault`: why what a request lacks does not come back any more."""
@@ -160,7 +160,7 @@ METRICS = {
             "blocks_held",
             "gauge",
             "KV blocks held by shrunk requests, by layers: those that are evicted, and those "
-            "with a window or a state, which eviction does not reach.",
+            "with a window or a state or of a draft model, which eviction does not reach.",
             ("layers",),
         ),
         Metric(

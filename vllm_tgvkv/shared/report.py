@@ -47,6 +47,8 @@ class MemoryReport:
     """Part of both that layers with a sliding window hold. Eviction does not reach it."""
     states: int
     """Part of both that layers with a state hold, the same."""
+    drafts: int
+    """Part of both that the layers of a draft model hold, the same."""
     given_back: int
     """Memory that its evictions gave back to the pool, less what they retained. Negative if other
     requests share so much of the prompt that its region takes more."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_tgvkv.attention.base import EvictingBuilder, EvictingImpl
 from vllm_tgvkv.attention.sinks import sinks_of
 from vllm_tgvkv.blocks.manager import EvictingSpec
-from vllm_tgvkv.blocks.states import packed_block_size, with_plain_specs, with_state_specs
+from vllm_tgvkv.blocks.states import (
+    packed_block_size,
+    with_draft_specs,
+    with_plain_specs,
+    with_state_specs,
+)
 from vllm_tgvkv.cache.pages import FP8, PagePool, page_pool
 from vllm_tgvkv.config.digest import digest, settings_of_worker
 from vllm_tgvkv.config.server import EvictionConfig, config_of
@@ -116,6 +121,7 @@ class EvictingWorker:
             name: layer
             for name, layer in modules.items()
             if isinstance(getattr(layer, "impl", None), EvictingImpl)
+            and name not in self._draft_layers
         }
         part = tensor_ranks(self.vllm_config).part
         attach_taps(self.model_runner.get_model(), layers, self.vllm_config, gates, part)
@@ -123,8 +129,9 @@ class EvictingWorker:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return the layers' specs; a given `--block-size` holds for layers beside states, too."""
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
-        least = self._least_block_size
-        block_size = None if least is None else packed_block_size(specs, least)
+        least, drafts = self._least_block_size, self._draft_layers
+        models = {name: spec for name, spec in specs.items() if name not in drafts}
+        block_size = None if least is None else packed_block_size(models, least)
         if block_size is not None:
             cache = self.vllm_config.cache_config
             cache.block_size, cache.mamba_page_size_padded = block_size, None
@@ -132,7 +139,13 @@ class EvictingWorker:
                 # A hit ends with a block of every layer.
                 cache.mamba_block_size = block_size
             specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return with_state_specs(specs)
+        return with_state_specs(with_draft_specs(specs, drafts))
+
+    @property
+    def _draft_layers(self) -> Set[str]:
+        """Names of the attention layers of a draft model."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        return getattr(drafter, "_draft_attn_layer_names", frozenset())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, make its evictor, and bind layers and metadata builder to them."""

@@ -4,13 +4,37 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_tgvkv.worker.base import EvictingWorker
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Return a number of every request for each of its drafts, [num_tokens] in the dtype of `x`.
+
+    vLLM's own function does so on GPUs only, see `engine/patches.py`.
+
+    Args:
+        x: a number of every request, such as its temperature, [batch].
+        cu_num_tokens: drafts up to and including each request's, [batch].
+        replace_from: the number that becomes `replace_to`.
+    """
+    lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(
+        lengths, output_size=num_tokens
+    )
 
 
 class EvictionCPUWorker(EvictingWorker, CPUWorker):
@@ -18,6 +42,11 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
 
     replaced_backend = AttentionBackendEnum.CPU_ATTN
     evicting_backend = "vllm_tgvkv.attention.cpu.EvictingCPUBackend"
+
+    def init_device(self) -> None:
+        """Prepare the device, and repair the sampling of drafts in this process."""
+        super().init_device()
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model, and allocate room for hidden states from another pipeline stage.

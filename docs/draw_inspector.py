@@ -158,6 +158,7 @@ def write(name: str, *pictures: Image.Image, across: bool = True) -> None:
 def main() -> None:
     """Serve, and draw each picture in a page of its own that has asked a question."""
     os.environ["VLLM_PLUGINS"] = "tgvkv"
+    digest = digest_of_page()
     phone = {"is_mobile": True, "has_touch": True, "device_scale_factor": 2}
     drawings: tuple[Drawing, ...] = (
         (draw_desktop, 1320, 1180, {}),
@@ -171,7 +172,7 @@ def main() -> None:
     sharp = {"device_scale_factor": 1.5}
     drawing = (draw_recall, 900, 1180, sharp)
     draw([*arguments, *RECALL], (drawing,), {**passages, "tokens": LONGEST})
-    DIGEST.write_text(f"{digest_of_page()}\n")
+    DIGEST.write_text(f"{digest}\n")
 
 
 def digest_of_page() -> str:

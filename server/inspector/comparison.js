@@ -128,7 +128,7 @@ export function showComparison() {
   $("compare-asked").replaceChildren(
     ...[element("q", "", asked.question), " Full cache: "],
     element("strong", "", full?.text.trim() ?? ""),
-    asked.expected && (isRight ? " \u2713 right" : " \u2260 not right"),
+    asked.expected && (isRight ? " \u2713\u00a0right" : " \u2260\u00a0not right"),
   );
   showMultiples();
 }

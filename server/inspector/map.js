@@ -75,7 +75,8 @@ export function draw(canvas, span, what) {
   }
   if (frame) stroke(pen, edgesOf(kept, columns, box), "#ffc53d", side / 370);
   const dashes = side > SMALL_PIXELS ? [side / 70, side / 90] : [];
-  if (under) stroke(pen, placesOn(canvas, under), EXPECTED, Math.max(1.5, side / 280), dashes);
+  const line = Math.max(1, side / 280);
+  if (under) stroke(pen, placesOn(canvas, under, 1.5 * line), EXPECTED, line, dashes);
   if (patch !== null) {
     const path = new Path2D();
     path.rect(...box(patch));
@@ -109,12 +110,13 @@ export function boxes(columns, rows, { width, height }) {
   };
 }
 
-/** Rectangles around the expected answer. @param {{pixels: ImageBitmap, places: Box[]}} under */
-function placesOn({ width, height }, { pixels, places }) {
+/** Rectangles at a distance around the expected answer, which stays free. */
+function placesOn({ width, height }, { pixels, places }, gap) {
   const path = new Path2D();
   const [across, down] = [width / pixels.width, height / pixels.height];
   for (const [left, top, wide, high] of places) {
-    path.rect(left * across, top * down, wide * across, high * down);
+    const [x, y] = [left * across - gap, top * down - gap];
+    path.rect(x, y, wide * across + 2 * gap, high * down + 2 * gap);
   }
   return path;
 }

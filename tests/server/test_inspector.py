@@ -730,7 +730,7 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     verdicts = ["✓ right" if is_right else v for v, is_right in zip(verdicts, rights, strict=True)]
     assert page.locator("#multiples strong").all_inner_texts() == verdicts
     assert f". {sum(rights)} right, {same} same, " in said.inner_text()
-    assert page.inner_text("#compare-asked").endswith("≠ not right")
+    assert page.inner_text("#compare-asked").endswith("≠\N{NO-BREAK SPACE}not right")
 
     page.click("#compare")
     playwright.expect(said).to_contain_text(re.compile("Asked [1-9]"), timeout=PATIENCE_MS)
@@ -794,7 +794,7 @@ def test_the_expected_answer_is_judged_framed_and_saved(
     }"""
     size, framed = page.evaluate(colour)
     ends = np.array([np.min(framed, 0), np.max(framed, 0)]) * PAGE_SIZE / size
-    assert np.abs(ends - [[left, top], [left + width, top + height]]).max() < 2
+    assert np.abs(ends - [[left, top], [left + width, top + height]]).max() < 4
     page.click("#zoom-place")
     seen = page.evaluate(
         """() => {

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -32,8 +31,10 @@ MAX_TOKENS = 12
 
 INSPECTED_BUDGET = 0.1
 SAMPLE = MODELS.parent / "demo" / "page.png"
-QUESTION = SAMPLE.with_name("question.json")
-"""A page, and the question about it that the inspector opens."""
+"""The page of the first question."""
+
+QUESTION = "inspector_question.json"
+"""Name of the question that a model's folder holds for its inspector."""
 
 PLUGINS = {"VLLM_PLUGINS": "tgvkv"}
 """Environment of a server that has the inspector."""
@@ -144,25 +145,25 @@ def ask(client: openai.OpenAI, question: Question, xargs: dict[str, Any]) -> Ans
     return Answer(said, before, before if after is None else after)
 
 
-def save_question(page: Image.Image, question: str, *, method: str, start: str) -> None:
-    """Write a page, and a question about it that the inspector opens, below `build/demo`.
+def sample_page(example: PageExample) -> Image.Image:
+    """Return a question's page in few colours, so that the inspector's links can hold it."""
+    return example.pages[0].quantize(16)
 
-    Args:
-        start: words that begin the answer and belong to the prompt.
-    """
-    SAMPLE.parent.mkdir(parents=True, exist_ok=True)
-    page = page.quantize(16)  # smaller, so that the inspector's links can hold it
-    page.save(SAMPLE)
-    saved = {
+
+def question_record(example: PageExample, method: str) -> dict[str, Any]:
+    """Return a question about a page, without its introduction, as the inspector saves it."""
+    asked = example.asked
+    places = {asked.answer: example.places}
+    return {
         "format": "vllm-tgvkv inspector",
         "version": 2,
-        "images": [{"name": SAMPLE.name, "url": png_url(page)}],
-        "question": question,
-        "start": start,
+        "images": [{"name": SAMPLE.name, "url": png_url(sample_page(example)), "places": places}],
+        "question": example.question.strip(),
+        "start": asked.start,
+        "expected": asked.answer,
         "tokens": MAX_TOKENS,
         "settings": {"policy": method, "budget": INSPECTED_BUDGET},
     }
-    QUESTION.write_text(json.dumps(saved))
 
 
 def let_inspect(server: Server) -> None:
@@ -172,8 +173,8 @@ def let_inspect(server: Server) -> None:
         ServingError: if the server ends before.
     """
     print(
-        f'\nOpen {server.url}/kv-eviction/ in a browser, choose "Open a saved file", take '
-        f"{shown(QUESTION)}, and press Ask.\nCtrl-C ends the server.",
+        f'\nOpen {server.url}/kv-eviction/ in a browser, choose "Fill in a sample", '
+        "and press Ask.\nCtrl-C ends the server.",
         flush=True,
     )
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make inspector`: serve the demonstration's model with the inspector, until Ctrl-C.
 
-Writes a page and a question about it below `build/demo`, and prints how to open them.
+Writes a page and a question about it, which the inspector fills in, and prints how to open it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import argparse
 import sys
 
 from demo import reading
-from demo.asking import PLUGINS, QUESTION, command_line, exit_status, let_inspect, shown
+from demo.asking import PLUGINS, SAMPLE, command_line, exit_status, let_inspect, shown
 from measure.serving import serving
 from reader.assemble import load_vocabulary, page_model_folder
 from reader.tasks import PageQuestion
 
-LOG = QUESTION.with_name("inspector.log")
+LOG = SAMPLE.with_name("inspector.log")
 
 
 def prepare() -> list[str]:
@@ -25,7 +25,7 @@ def prepare() -> list[str]:
         OSError: if the model's weights are not installed, or the disk is full.
     """
     folder = page_model_folder()
-    reading.save(PageQuestion(reading.TASK, 0).example(load_vocabulary(folder)))
+    reading.save(PageQuestion(reading.TASK, 0).example(load_vocabulary(folder)), folder)
     return reading.serve_arguments(folder)
 
 

@@ -8,6 +8,7 @@ methods and smaller budgets, until the answers are wrong.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import openai
 
 from demo.asking import (
     MODEL_NAME,
+    QUESTION,
     SAMPLE,
     Answer,
     Question,
@@ -24,7 +26,8 @@ from demo.asking import (
     client_of_server,
     command_line,
     let_inspect,
-    save_question,
+    question_record,
+    sample_page,
     shown,
 )
 from measure.serving import ServingError
@@ -57,7 +60,7 @@ def demonstrate(folder: Path, num_pages: int) -> int:
     """
     vocabulary = load_vocabulary(folder)
     asked = [Question(PageQuestion(TASK, n).example(vocabulary)) for n in range(num_pages)]
-    save(asked[0].example)
+    save(asked[0].example, folder)
     arguments = serve_arguments(folder)
     pages = "a page" if num_pages == 1 else f"{num_pages} pages"
     print(
@@ -81,10 +84,13 @@ def demonstrate(folder: Path, num_pages: int) -> int:
     return 0
 
 
-def save(example: PageExample) -> None:
-    """Write a question for the inspector, without its introduction."""
-    start = example.asked.start
-    save_question(example.pages[0], example.question.strip(), method=RECOMMENDED, start=start)
+def save(example: PageExample, folder: Path) -> None:
+    """Write a question's page below `build/demo`, and the question into the model's folder."""
+    SAMPLE.parent.mkdir(parents=True, exist_ok=True)
+    sample_page(example).save(SAMPLE)
+    written = folder / f"{QUESTION}.{os.getpid()}"
+    written.write_text(json.dumps(question_record(example, RECOMMENDED)))
+    written.replace(folder / QUESTION)  # a server of the same model may be reading it
 
 
 def serve_arguments(folder: Path) -> list[str]:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the pictures of docs/inspector.md: the inspector of the demonstration's server, in Chromium.
 
-First it does what a reader does at the end of `make demo`: opens the inspector, asks the saved
+First it does what a reader does at the end of `make demo`: opens the inspector, asks the sample
 question, looks at what was kept, and compares two methods. Then it draws all methods, dark mode and
 a phone. A second server recalls what it evicted: of its answer, which repeats two passages in
-another order than they stand, a moving picture shows every choice. Writes docs/inspector/*.
+another order than they stand, a moving picture shows every choice. Writes docs/inspector/*, last a
+digest of the page's files, by which a test sees that the pictures are of this page.
 
 Usage: python -m docs.draw_inspector
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,9 +26,8 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from demo import inspector
-from demo.asking import PLUGINS
-from demo.asking import QUESTION as QUESTION_FILE
-from demo.reading import save
+from demo.asking import PLUGINS, question_record
+from demo.reading import RECOMMENDED
 from measure.serving import serving
 from reader.assemble import load_vocabulary, page_model_folder
 from reader.tasks import PageQuestion, PageTask
@@ -34,6 +36,8 @@ Drawing = tuple[Callable[[Any], None], int, int, dict[str, Any]]
 """What draws, the size of its window, and its looks."""
 
 FOLDER = Path(__file__).with_name("inspector")
+DIGEST = FOLDER / "page.sha256"
+PAGE = Path(__file__).parents[1] / "server" / "inspector"
 PATIENCE_MS = 180_000
 MAX_BYTES = 400_000
 FRAME_MS = 350
@@ -54,12 +58,10 @@ RECALL = ("--kv-eviction-config", '{"recall": {"gib": 1}}')
 def draw_desktop(page: Any) -> None:
     """Draw the whole page after an answer, and then two methods side by side."""
     page.click("#pin-a")
-    for _ in range(3):
-        page.click("#zoom-in")
-    page.evaluate("document.getElementById('map-frame').scrollTo(0, 0)")
+    page.click("#zoom-place")
     page.evaluate("scrollTo(0, 0)")
     write("desktop", picture_of(page))
-    for _ in range(3):
+    while page.is_enabled("#zoom-out"):
         page.click("#zoom-out")
     after_asking(page, lambda: page.select_option("#method", "snapkv"))
     page.click("#pin-b")
@@ -154,8 +156,9 @@ def write(name: str, *pictures: Image.Image, across: bool = True) -> None:
 
 
 def main() -> None:
-    """Serve, and draw each picture in a page of its own that has asked the saved question."""
+    """Serve, and draw each picture in a page of its own that has asked a question."""
     os.environ["VLLM_PLUGINS"] = "tgvkv"
+    digest = digest_of_page()
     phone = {"is_mobile": True, "has_touch": True, "device_scale_factor": 2}
     drawings: tuple[Drawing, ...] = (
         (draw_desktop, 1320, 1180, {}),
@@ -165,13 +168,25 @@ def main() -> None:
     )
     arguments = inspector.prepare()
     draw(arguments, drawings)
-    save(PASSAGES.example(load_vocabulary(page_model_folder())))
+    passages = question_record(PASSAGES.example(load_vocabulary(page_model_folder())), RECOMMENDED)
     sharp = {"device_scale_factor": 1.5}
-    draw([*arguments, *RECALL], ((draw_recall, 900, 1180, sharp),), tokens=LONGEST)
+    drawing = (draw_recall, 900, 1180, sharp)
+    draw([*arguments, *RECALL], (drawing,), {**passages, "tokens": LONGEST})
+    DIGEST.write_text(f"{digest}\n")
 
 
-def draw(arguments: list[str], drawings: Sequence[Drawing], tokens: int | None = None) -> None:
-    """Draw pictures of a server's inspector after an answer of at most some tokens."""
+def digest_of_page() -> str:
+    """Return the SHA-256 of the names and contents of the page's files."""
+    digest = hashlib.sha256()
+    for path in sorted(PAGE.iterdir()):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def draw(
+    arguments: list[str], drawings: Sequence[Drawing], question: dict[str, Any] | None = None
+) -> None:
+    """Draw pictures of a server's inspector after its sample question, or another saved one."""
     options = {"executable_path": shutil.which("chromium"), "args": ["--no-sandbox"]}
     serving_it = serving(arguments, inspector.LOG, environment=PLUGINS)
     with serving_it as server, sync_playwright() as driver:
@@ -181,10 +196,13 @@ def draw(arguments: list[str], drawings: Sequence[Drawing], tokens: int | None =
             page = browser.new_context(viewport=size, **look).new_page()
             page.set_default_timeout(PATIENCE_MS)
             page.goto(f"{server.url}/kv-eviction/")
-            page.set_input_files("#saved-file", QUESTION_FILE)
+            if question is None:
+                page.click("#sample")
+            else:
+                file = {"name": "question.json", "mimeType": "application/json"}
+                buffer = json.dumps(question).encode()
+                page.set_input_files("#saved-file", {**file, "buffer": buffer})
             page.wait_for_selector("#pictures li")
-            if tokens is not None:
-                page.fill("#max-tokens", str(tokens))
             after_asking(page, lambda page=page: page.click("#ask"))
             draw_one(page)
             page.context.close()

@@ -18,7 +18,7 @@ from PIL import Image
 
 from measure.messages import image_part, png_url, text_part
 from measure.text_tasks import Haystack, Kind, TextExample, TextQuestion, TextTask, asked_for
-from reader.layout import GRID, draw_page
+from reader.layout import GRID, PATCH, draw_page
 from reader.vocabulary import Vocabulary
 
 WORDS = 100
@@ -91,6 +91,9 @@ class PageExample:
     """Question and answer of each turn before the last."""
     question: str
     asked: TextExample
+    places: tuple[tuple[int, int, int, int], ...] = ()
+    """Left, top, width and height, in pixels, of each row of patches that shows the answer, as if
+    the pages stood below each other. Empty if the answer does not stand on them word for word."""
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the conversation, without the beginning of the answer: pages are `image` parts."""
@@ -144,6 +147,7 @@ class PageQuestion:
             turns=turns,
             question=f"\n{asking}",
             asked=asked,
+            places=_places(asked.answer, pieces, task.side),
         )
 
 
@@ -154,6 +158,21 @@ def draw_pages(pieces: Sequence[str], seed: str, side: int = GRID) -> list[Image
         draw_page(pieces[start : start + room], np.random.default_rng([*seed.encode()]), side=side)
         for start in range(0, len(pieces), room)
     ]
+
+
+def _places(words: str, pieces: Sequence[str], side: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Return `PageExample.places` of words among the pieces of pages."""
+    start = "".join(pieces).find(words)
+    if start < 0:
+        return ()
+    ends = np.cumsum([len(piece) for piece in pieces])
+    within = [start, start + len(words) - 1]
+    first, last = np.searchsorted(ends, within, side="right").tolist()
+    rows = range(first // side, last // side + 1)
+    runs = [(row, max(first - row * side, 0), min(last - row * side, side - 1)) for row in rows]
+    return tuple(
+        (left * PATCH, row * PATCH, (right + 1 - left) * PATCH, PATCH) for row, left, right in runs
+    )
 
 
 def _sections(example: TextExample) -> tuple[str, str, str]:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 PAGE = FilePath(__file__).parent / "inspector"
+SAMPLE = "inspector_question.json"
+"""A question that the model can answer, as the inspector saves it, in the model's folder."""
+
 WELCOME = (
     '<!doctype html><html lang="en"><title>vLLM with KV eviction</title>'
     '<p>This server evicts KV-cache entries: <a href="kv-eviction/">the inspector</a> shows which, '
@@ -182,6 +185,22 @@ def page(request: Request, server: EvictingServer) -> FileResponse:
 
 for _file in ("", *(path.name for path in sorted(PAGE.iterdir()))):
     router.add_api_route(f"/{_file}", page, include_in_schema=False)
+
+
+def sample(server: EvictingServer) -> FileResponse:
+    """Return the question that the model's folder holds for the inspector.
+
+    Raises:
+        HTTPException: 404 if it holds none, or if the model is no folder.
+    """
+    assert server.engine_client is not None  # see `evicting_server`
+    path = FilePath(server.engine_client.model_config.model, SAMPLE)
+    if not path.is_file():
+        raise HTTPException(404, f"the model's folder has no {SAMPLE}")
+    return FileResponse(path, headers=PAGE_HEADERS)
+
+
+router.add_api_route("/sample", sample, include_in_schema=False)
 
 
 def welcome(request: Request) -> HTMLResponse:

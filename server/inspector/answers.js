@@ -3,7 +3,13 @@
 
 import { $, budgetName, count, element, percent, plural, wrap } from "./elements.js";
 import { state } from "./state.js";
-import { byPosition, differences } from "./differences.js";
+import { SIGNS, byPosition, differences, holds, verdictOf } from "./differences.js";
+
+const VERDICTS = {
+  same: "Both answers are the same",
+  "same up to here": "Both answers are the same up to where one of them ends",
+  different: "The answers differ where marked",
+};
 
 const SKIP_REASONS = {
   policy_none: "the method \u201cnone\u201d keeps the whole cache",
@@ -11,9 +17,9 @@ const SKIP_REASONS = {
   prompt_too_short: "the prompt is too short for it",
   budget_covers_prompt: "the budget holds the whole prompt",
   single_token: "an answer of one token does not read the cache again; allow more answer tokens",
-  answer_too_short: "the answer ended before the wait for it did; lower kv_eviction_defer",
+  answer_too_short: "the answer ended before the wait did; lower \u201cAnswer tokens to wait for\u201d",
   pool_too_small: "the server's cache cannot hold the prompt and what is kept at the same time",
-  auto_too_long: "the prompt is too long for a budget auto in every head; give a fraction",
+  auto_too_long: "the prompt is too long for the budget \u201cAutomatic\u201d; give a fraction",
   method_needs_vision: "this method measures attention to images, and there are none",
   unknown_patch_grid: "the method pools over a grid of patches that is not known for this image",
   invalid_request: "the server did not understand the request's options",
@@ -22,11 +28,22 @@ const SKIP_REASONS = {
   unsupported_request: "requests of this kind cannot be evicted",
 };
 
+/** The verdict on the evicted cache's answer as a sentence, without its full stop. */
+function verdictName(verdict, full, expected) {
+  if (!expected) return VERDICTS[verdict];
+  const isFullRight = holds(full, expected);
+  if (verdict !== "right") {
+    return `${VERDICTS[verdict]}; ${isFullRight ? "only the full cache\u2019s is" : "neither is"} right`;
+  }
+  return isFullRight ? "Both answers are right" : "Only the answer after eviction is right";
+}
+
 /** What follows the first eviction, in words. @param {Evicted["decode"]} decode */
 function laterName(decode) {
   if (!decode) return "";
   const { schedule, max_tokens: ceiling } = decode;
-  return schedule ? `, then in steps to ${budgetName(schedule.at(-1)[1])}` : `, then ${ceiling} tokens`;
+  if (schedule) return `, then in steps to ${budgetName(schedule.at(-1)[1])}`;
+  return `, then ${ceiling} tokens per KV head`;
 }
 
 /** When a cut or a choice was made, and what it did. @param {Cut} cut */
@@ -38,7 +55,7 @@ export function cutName({
   recalled_tokens: recalled,
 }) {
   const when = tokens ? `After ${plural(tokens, "token")} of the answer` : "Before the answer";
-  if (recalled != null) return `${when}: ${recalled.toFixed(1)} tokens a head came back`;
+  if (recalled != null) return `${when}: ${recalled.toFixed(1)} tokens per KV head came back`;
   const why = {
     pressure: ", memory was short",
     restored: ", all came back",
@@ -69,13 +86,13 @@ export function showAnswers() {
   $("asked").textContent = state.asked?.question ?? "";
   $("saved").textContent = percent(1 - memoryKept(evicted));
   const tokens = kept === null ? "" : `: ${count(kept)} of ${count(evicted.prompt_tokens)} tokens`;
-  const said = `${count(blocks)} of ${plural(before, "block")} held${tokens}`;
-  $("saved-note").textContent = said + fixedName(evicted);
+  const held = `${count(blocks)} of ${plural(before, "block")} held${tokens}`;
+  $("saved-note").textContent = held + fixedName(evicted);
   // A square for each block, as long as they can be told apart.
   const squares = Math.min(before, 80);
-  const held = Math.ceil((blocks / before) * squares);
+  const filled = Math.ceil((blocks / before) * squares);
   $("blocks").replaceChildren(
-    ...Array.from({ length: squares }, (_, index) => element("i", index < held ? "held" : "")),
+    ...Array.from({ length: squares }, (_, index) => element("i", index < filled ? "held" : "")),
   );
   showCuts(evicted.cuts);
   $("skip").hidden = reason === null;
@@ -92,14 +109,16 @@ export function showAnswers() {
   showPositions(byPosition(shownFull, shownEvicted));
   $("full-blocks").textContent = plural(full.blocks, "block");
   $("evicted-blocks").textContent = plural(blocks, "block");
-  const same = full.text === evicted.text;
-  const verdict = same ? "Both answers are the same" : "The answers differ where marked";
-  $("verdict").className = `note verdict ${same ? "same" : "differs"}`;
+  const expected = state.asked?.expected ?? "";
+  const verdict = verdictOf(evicted.text, full.text, expected);
+  const said = verdictName(verdict, full.text, expected);
+  $("verdict").className = `note verdict ${verdict === "different" ? "differs" : "same"}`;
+  $("verdict").dataset.sign = SIGNS[verdict];
   $("verdict").textContent =
-    `${verdict}. ${evicted.policy} at ${budgetName(evicted.budget)}${laterName(evicted.decode)}` +
+    `${said}. ${evicted.policy} at ${budgetName(evicted.budget)}${laterName(evicted.decode)}` +
     (state.seconds ? `, answered in ${state.seconds.toFixed(1)} s.` : ".");
   $("spoken").textContent =
-    `${verdict}. Full cache: ${full.text}. After eviction: ${evicted.text}. ` +
+    `${said}. Full cache: ${full.text}. After eviction: ${evicted.text}. ` +
     `${$("saved").textContent} less memory.`;
 }
 

@@ -9,6 +9,9 @@ import { element, wrap } from "./elements.js";
 export const GROUND = "#12151c";
 export const EVICTED = "#2a303c";
 
+/** Of the frame around the expected answer, which is dashed. */
+export const EXPECTED = "#e6007a";
+
 /** What kept a token, in the order of legends. Other words are a method's own preference. */
 export const REASONS = {
   sink: { colour: "#9d5314", name: "sink", about: "one of the first tokens" },

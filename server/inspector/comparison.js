@@ -4,7 +4,7 @@
 import { $, budgetName, count, element, percent, plural, refuse, showError, wrap } from "./elements.js";
 import { api, tracePath } from "./server.js";
 import { spans, state } from "./state.js";
-import { differences } from "./differences.js";
+import { SIGNS, differences, holds, verdictOf } from "./differences.js";
 import { memoryKept, showAnswers } from "./answers.js";
 import { draw, pictureUnder } from "./map.js";
 import { isAsked, questionToAsk, send, waitChosen } from "./question.js";
@@ -30,13 +30,13 @@ export const comparisonRecord = () =>
     entries: comparison.entries.map(({ settings, evicted, error }) => ({ settings, evicted, error })),
   };
 
-/** Fractions and tokens per head; null after saying what is wrong. @returns {number[]|null} */
+/** Fractions and tokens per KV head; null after saying what is wrong. @returns {number[]|null} */
 function budgetsChosen() {
   const parts = $("compare-budgets").value.split(",").map((part) => part.trim());
   const budgets = parts.map(Number);
   const fits = (budget) => (budget > 0 && budget <= 1) || (Number.isInteger(budget) && budget > 1);
   if (budgets.length <= MOST_BUDGETS && budgets.every(fits)) return [...new Set(budgets)];
-  const form = `up to ${MOST_BUDGETS} fractions or tokens per head, such as 0.05, 0.1, 128`;
+  const form = `up to ${MOST_BUDGETS} fractions or tokens per KV head, such as 0.05, 0.1, 128`;
   return refuse(`Budgets to compare: give ${form}.`, "compare-budgets");
 }
 
@@ -103,11 +103,18 @@ function openEntry({ settings, evicted, trace }) {
   $("answers-title").focus({ preventScroll: true });
 }
 
-function showComparison() {
+export function showComparison() {
+  if (!comparison) return;
   const { asked, full, entries, running } = comparison;
   const done = entries.filter(({ evicted, error }) => evicted || error);
-  const same = done.filter(({ evicted }) => evicted?.text === full?.text).length;
+  const verdicts = done.map(verdict);
+  const numbers = Object.keys(SIGNS)
+    .map((name) => [verdicts.filter((found) => found === name).length, name])
+    .filter(([number]) => number)
+    .map(([number, name]) => `${number} ${name}`);
   const failed = done.filter(({ error }) => error).length;
+  if (failed) numbers.push(`${failed} refused`);
+  const isRight = full && asked.expected && holds(full.text, asked.expected);
   $("compare-stop").hidden = !running;
   $("compare-progress").hidden = !running;
   Object.assign($("compare-progress"), { max: entries.length, value: done.length });
@@ -116,15 +123,19 @@ function showComparison() {
     (running && next
       ? `Asked ${done.length} of ${entries.length}, now ${next.policy} at ${budgetName(next.budget)}.`
       : `${plural(done.length, "answer")} of ${entries.length}.`) +
-    ` ${same} as the full cache` +
-    (failed ? `, ${failed} refused by the server.` : ".");
+    (done.length ? ` ${numbers.join(", ")}.` : "");
   $("compare-asked").hidden = full === null;
   $("compare-asked").replaceChildren(
     ...[element("q", "", asked.question), " Full cache: "],
-    element("strong", "", full?.text ?? ""),
+    element("strong", "", full?.text.trim() ?? ""),
+    asked.expected && (isRight ? " \u2713\u00a0right" : " \u2260\u00a0not right"),
   );
   showMultiples();
 }
+
+/** @param {Entry} entry @returns {keyof typeof SIGNS|undefined} */
+const verdict = ({ evicted }) =>
+  evicted && verdictOf(evicted.text, comparison.full.text, comparison.asked.expected);
 
 /** A row for each method; only what has changed is drawn again. */
 function showMultiples() {
@@ -147,17 +158,19 @@ function showMultiples() {
 function shownEntry(entry, before) {
   const { settings, evicted, trace, error } = entry;
   const budget = budgetName(settings.budget);
-  if (before && before.dataset.done === String(Boolean(evicted || error))) return before;
+  const judged = verdict(entry);
+  const shown = error ?? judged ?? "not yet";
+  if (before?.dataset.shown === shown) return before;
   if (!evicted) {
     const cell = wrap("div", "multiple", element("span", "note", budget));
     cell.append(element("span", error ? "refused" : "note", error ?? "\u2026"));
-    cell.dataset.done = String(Boolean(error));
+    cell.dataset.shown = shown;
     return cell;
   }
-  const same = evicted.text === comparison.full.text;
   const maps = wrap("span", "multiple-maps", ...(trace ? mapsOf(trace) : []));
   const memory = `${percent(memoryKept(evicted))} of memory`;
-  const mark = element("strong", same ? "same" : "differs", same ? "= same" : "\u2260 different");
+  const looks = judged === "different" ? "differs" : "same";
+  const mark = element("strong", looks, `${SIGNS[judged]} ${judged}`);
   const answer = element("span", "multiple-answer");
   for (const [text, differs] of differences(comparison.full.text, evicted.text)[1]) {
     answer.append(differs ? element("mark", "other", text) : text);
@@ -165,9 +178,9 @@ function shownEntry(entry, before) {
   const cell = wrap("button", "multiple", maps, wrap("span", "multiple-head", budget, mark), answer);
   cell.append(element("span", "note", memory));
   cell.type = "button";
-  cell.dataset.done = "true";
-  const said = [`${settings.policy} at ${budget}`, same ? "same answer" : "different answer"];
-  cell.setAttribute("aria-label", `${said.join(", ")}: ${evicted.text}, ${memory} kept`);
+  cell.dataset.shown = shown;
+  const said = `${settings.policy} at ${budget}, ${judged}`;
+  cell.setAttribute("aria-label", `${said}: ${evicted.text}, ${memory} kept`);
   cell.addEventListener("click", () => openEntry(entry));
   return cell;
 }

@@ -1,14 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-/** What two answers have in common. */
+/** What two answers have in common, and whether one holds what is expected. */
 
 const SHORT = 24;
 
+/** The sign before each verdict on an answer. */
+export const SIGNS = { right: "\u2713", same: "=", "same up to here": "=", different: "\u2260" };
+
+/** Whether an answer holds what is expected: not as a part of a longer word or number. */
+export function holds(text, expected) {
+  const words = expected.split(/\s+/).map((word) => word.replace(/\W/g, "\\$&"));
+  const before = /^\w/.test(expected) ? "(?<!\\w|\\d[.,])" : "";
+  const after = /\w$/.test(expected) ? "(?!\\w|[.,]\\d)" : "";
+  return new RegExp(before + words.join("\\s+") + after, "i").test(text);
+}
+
+/**
+ * What an answer is beside the full cache's, of which either may have ended earlier.
+ *
+ * @param {string} expected  empty if it is not known
+ * @returns {keyof typeof SIGNS}
+ */
+export function verdictOf(text, fullText, expected) {
+  if (expected && holds(text, expected)) return "right";
+  const [one, full] = [text.trim(), fullText.trim()];
+  if (one === full) return "same";
+  const begun = one && full && (one.startsWith(full) || full.startsWith(one));
+  return begun ? "same up to here" : "different";
+}
+
 /**
  * Both texts in pieces, those that the other one lacks marked true: words, or single characters
- * where neither text has a space.
+ * where neither text has a space. What follows the end of the other text is not marked.
  * @returns {[[string, boolean][], [string, boolean][]]}
  */
 export function differences(one, other) {
+  if (verdictOf(one, other, "") !== "different") return [one, other].map((text) => [[text, false]]);
   const words = /\s/.test(one + other);
   const [a, b] = [one, other].map((text) => (words ? (text.match(/\s+|\S+/g) ?? []) : [...text]));
   const pairs = longestCommon(a, b);
@@ -53,7 +79,8 @@ function longestCommon(a, b) {
  */
 export function byPosition(one, other) {
   const [a, b] = [[...one], [...other]];
-  if (one === other || /\s/.test(one + other) || Math.max(a.length, b.length) > SHORT) return null;
+  if (/\s/.test(one + other) || Math.max(a.length, b.length) > SHORT) return null;
+  if (verdictOf(one, other, "") !== "different") return null;
   const length = Math.max(a.length, b.length);
   return Array.from({ length }, (_, index) => [a[index] ?? "", b[index] ?? ""]);
 }

@@ -15,7 +15,8 @@ export const pause = (milliseconds) => new Promise((done) => setTimeout(done, mi
 export function budgetName(budget) {
   const number = Number(budget);
   if (number <= 1) return percent(number);
-  return number > 1 ? plural(number, "token") : String(budget);
+  if (number > 1) return plural(number, "token");
+  return `Automatic, ${percent(Number(String(budget).slice("auto:".length)))} of the attention`;
 }
 
 /** @param {Record<string, string|number>} attributes  in addition to class and text */

@@ -11,13 +11,15 @@
 
 import { $, showError } from "./elements.js";
 import { state } from "./state.js";
-import { drawSample, takePictures } from "./picture.js";
-import { ask, askAgain, loadStatus, showBudget, showSettings } from "./question.js";
+import { takePictures } from "./picture.js";
+import { fillSample } from "./sample.js";
+import { ask, askAgain, loadStatus, question, showBudget, showSettings } from "./question.js";
 import { keepLabels, loadRecent, showRecent } from "./recent.js";
 import { openTrace, select, selectPart, selectView, updateThumbnails } from "./trace.js";
-import { movePatch, onMapKey, onMapPointer, zoom } from "./map.js";
+import { movePatch, onMapKey, onMapPointer, showMap, zoom, zoomToPlace } from "./map.js";
+import { showAnswers } from "./answers.js";
 import { cellAfter, cellOf, focusCell, sayCell } from "./pages.js";
-import { compareAll, stopComparing } from "./comparison.js";
+import { compareAll, showComparison, stopComparing } from "./comparison.js";
 import { pin, unpin } from "./pins.js";
 import { PREFIX, download, fileOf, linkOf, openFile, openLink, pictureOfMap } from "./record.js";
 import { asCurl, asPython, copy } from "./code.js";
@@ -53,6 +55,14 @@ function takeFrom(id) {
   if (files.length) take(files);
 }
 
+/** Judge the answers that are shown by what is expected now, if they are to the form's question. */
+function judge() {
+  question();
+  if (state.full && !$("answers").hidden) showAnswers();
+  if (state.trace) showMap();
+  showComparison();
+}
+
 function chooseCell(layer, head) {
   if (focusCell(layer, head)) select(layer, head);
 }
@@ -86,7 +96,8 @@ function listenToForm() {
   });
   on("cancel", "click", () => state.running?.abort());
   for (const id of ["file", "saved-file"]) on(id, "change", () => takeFrom(id));
-  on("sample", "click", drawSample);
+  on("sample", "click", () => fillSample().catch(showError));
+  on("expected", "change", judge);
   on("form", "input", showBudget);
   const kept = ["defer", "later", "schedule", "ceiling", "budget-tokens"];
   for (const id of ["budget", "budget-kinds", "method", ...kept]) on(id, "change", askAgain);
@@ -112,6 +123,7 @@ function listenToTrace() {
   on("map", "keydown", onMapKey);
   on("zoom-in", "click", () => zoom(1));
   on("zoom-out", "click", () => zoom(-1));
+  on("zoom-place", "click", zoomToPlace);
   on("thumbnails-open", "toggle", () => updateThumbnails().catch(showError));
   on("pages", "keydown", onPagesKey);
   on("pages", "pointerover", sayCell);

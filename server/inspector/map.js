@@ -3,17 +3,22 @@
 
 import { $, count, element, percent, plural, wrap } from "./elements.js";
 import { state, spans, shapeOf, named } from "./state.js";
-import { EVICTED, GROUND, colour, faded, reasonOf, showKeys, showRamp } from "./colours.js";
+import { EVICTED, EXPECTED, GROUND, colour, faded, reasonOf, showKeys, showRamp } from "./colours.js";
 
 const MAP_PIXELS = 1120; // of the longer side
 const SMALL_PIXELS = 168;
 const ZOOMS = [1, 1.5, 2, 3, 4, 6];
 
-/** The picture a part may be laid over: it fits if each image is one part, and this one has a grid. */
+/**
+ * The picture a part may be laid over: it fits if each image is one part, and this one has a grid.
+ * @returns {{pixels: ImageBitmap, places: Box[]}|null}  places: of the expected answer
+ */
 export function pictureUnder(trace, index = state.span) {
-  const pictures = state.pictures.get(trace.id) ?? [];
+  const { pictures = [], expected } = state.questions.get(trace.id) ?? {};
   const fits = trace.vision.length === pictures.length && index < pictures.length;
-  return fits && shapeOf(trace.vision[index]).grid ? pictures[index].pixels : null;
+  if (!fits || !shapeOf(trace.vision[index]).grid) return null;
+  const { pixels, places } = pictures[index];
+  return { pixels, places: places.get(expected) ?? [] };
 }
 
 /** Scores on a scale from 0 to 1: a square root, as few are large, up to the 99th percentile. */
@@ -39,7 +44,7 @@ export function mainReason(reasons, position) {
  * @param {HTMLCanvasElement} canvas
  * @param {Span} span
  * @param {{kept: Float32Array, scores?: Float32Array|null, reasons?: Reasons|null,
- *   under?: ImageBitmap|null, side?: number, fill?: (index: number) => string,
+ *   under?: {pixels: ImageBitmap, places: Box[]}|null, side?: number, fill?: (index: number) => string,
  *   patch?: number|null, frame?: boolean}} what  kept, scores and reasons of all tokens; side: pixels
  *   of the longer side; fill: colours in place of those of what is kept
  */
@@ -49,7 +54,7 @@ export function draw(canvas, span, what) {
   const within = (array) => array.subarray(span.start, span.start + span.length);
   const kept = within(what.kept);
   const scores = what.scores ? scaled(within(what.scores)) : null;
-  const aspect = under ? under.width / under.height : columns / rows;
+  const aspect = under ? under.pixels.width / under.pixels.height : columns / rows;
   canvas.width = Math.max(1, Math.round(side * Math.min(1, aspect)));
   canvas.height = Math.max(1, Math.round(side / Math.max(1, aspect)));
   const pen = canvas.getContext("2d");
@@ -58,7 +63,7 @@ export function draw(canvas, span, what) {
   pen.fillRect(0, 0, canvas.width, canvas.height);
   if (under) {
     pen.filter = scores || what.reasons || fill ? "grayscale(1)" : "none";
-    pen.drawImage(under, 0, 0, canvas.width, canvas.height);
+    pen.drawImage(under.pixels, 0, 0, canvas.width, canvas.height);
     pen.filter = "none";
   }
   const ink = fill ?? ((index) => inkOf(index + span.start, index, kept, scores, what.reasons, under));
@@ -69,6 +74,9 @@ export function draw(canvas, span, what) {
     pen.fillRect(left, top, width - gap, height - gap);
   }
   if (frame) stroke(pen, edgesOf(kept, columns, box), "#ffc53d", side / 370);
+  const dashes = side > SMALL_PIXELS ? [side / 70, side / 90] : [];
+  const line = Math.max(1, side / 280);
+  if (under) stroke(pen, placesOn(canvas, under, 1.5 * line), EXPECTED, line, dashes);
   if (patch !== null) {
     const path = new Path2D();
     path.rect(...box(patch));
@@ -102,6 +110,17 @@ export function boxes(columns, rows, { width, height }) {
   };
 }
 
+/** Rectangles at a distance around the expected answer, which stays free. */
+function placesOn({ width, height }, { pixels, places }, gap) {
+  const path = new Path2D();
+  const [across, down] = [width / pixels.width, height / pixels.height];
+  for (const [left, top, wide, high] of places) {
+    const [x, y] = [left * across - gap, top * down - gap];
+    path.rect(x, y, wide * across + 2 * gap, high * down + 2 * gap);
+  }
+  return path;
+}
+
 /** The line around what at least half of the heads keep. */
 function edgesOf(kept, columns, box) {
   const path = new Path2D();
@@ -127,10 +146,11 @@ function edgesOf(kept, columns, box) {
 }
 
 /** A line that can be seen on any ground. */
-function stroke(pen, path, style, width) {
+function stroke(pen, path, style, width, dashes = []) {
   pen.lineCap = "square";
-  for (const [ink, line] of [[GROUND, 2 * width], [style, width]]) {
+  for (const [ink, line, pattern] of [[GROUND, 2 * width, []], [style, width, dashes]]) {
     Object.assign(pen, { strokeStyle: ink, lineWidth: line });
+    pen.setLineDash(pattern);
     pen.stroke(path);
   }
 }
@@ -144,6 +164,8 @@ export function showMap() {
   const frame = shapeOf(span).grid && !reasons;
   const side = MAP_PIXELS * Math.min(2, zoom);
   draw($("map"), span, { kept, scores, reasons, under, side, patch, frame });
+  $("place").hidden = !under?.places.length;
+  $("place-line").style.borderColor = EXPECTED;
   showMapText(span, kept.subarray(span.start, span.start + span.length), under);
 }
 
@@ -237,9 +259,10 @@ function scrollToPatch(span, patch) {
   );
 }
 
-/** @param {-1|0|1} direction  0 is back to the whole map */
-export function zoom(direction) {
-  const index = direction ? ZOOMS.indexOf(state.zoom) + direction : 0;
+/** @param {-1|1} direction */
+export const zoom = (direction) => zoomTo(ZOOMS.indexOf(state.zoom) + direction);
+
+function zoomTo(index) {
   if (!(index in ZOOMS)) return;
   const [frame, before] = [$("map-frame"), state.zoom];
   state.zoom = ZOOMS[index];
@@ -252,6 +275,21 @@ export function zoom(direction) {
   const ratio = state.zoom / before;
   const middle = (start, size) => (start + size / 2) * ratio - size / 2;
   frame.scrollTo(middle(frame.scrollLeft, frame.clientWidth), middle(frame.scrollTop, frame.clientHeight));
+}
+
+/** As large as the expected answer fits into the frame, and in its middle. */
+export function zoomToPlace() {
+  const [frame, canvas] = [$("map-frame"), $("map")];
+  const { pixels, places } = pictureUnder(state.trace);
+  const [left, top] = [0, 1].map((axis) => Math.min(...places.map((box) => box[axis])));
+  const [right, bottom] = [0, 1].map((axis) => Math.max(...places.map((box) => box[axis] + box[axis + 2])));
+  const room = Math.min(pixels.width / (right - left), pixels.height / (bottom - top));
+  zoomTo(ZOOMS.findLastIndex((number) => number <= Math.max(1, 0.95 * room)));
+  const middle = (from, to, size, seen, whole) => ((from + to) / 2 / whole) * size - seen / 2;
+  frame.scrollTo(
+    middle(left, right, canvas.clientWidth, frame.clientWidth, pixels.width),
+    middle(top, bottom, canvas.clientHeight, frame.clientHeight, pixels.height),
+  );
 }
 
 // --- Small maps ---------------------------------------------------------------------------------

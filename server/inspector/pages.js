@@ -28,7 +28,7 @@ export function showPages(trace) {
   grid.replaceChildren(wrap("div", "row", element("span", "corner"), ...heads), ...rows);
   for (const row of grid.children) row.setAttribute("role", "row");
   grid.style.setProperty("--cell", `${height}px`);
-  grid.classList.toggle("dense", height < 20 || trace.kv_heads > 16);
+  grid.classList.toggle("dense", height < 14 || trace.kv_heads > 16);
   grid.querySelector("[role=gridcell]").tabIndex = 0;
   const whole = count(Math.floor(trace.kept_by.length / trace.block_size));
   const when = trace.cut ? "without eviction" : "before";

@@ -11,7 +11,7 @@ const DATA_URL = /^data:(image\/(?:png|jpeg|webp|gif|bmp));base64,([A-Za-z0-9+/]
 /** Add images to those of the form. @param {Blob[]} files @param {string} [name]  if they have none */
 export async function takePictures(files, name) {
   try {
-    const read = await Promise.all(files.map((file) => readPicture(file, name ?? file.name)));
+    const read = await Promise.all(files.map((file) => readPicture(file, name ?? file.name, {})));
     hideError();
     showPictures([...state.images, ...read]);
   } catch (error) {
@@ -19,8 +19,8 @@ export async function takePictures(files, name) {
   }
 }
 
-/** @returns {Promise<Picture>} */
-async function readPicture(file, name) {
+/** @param {Record<string, Box[]>} places @returns {Promise<Picture>} */
+async function readPicture(file, name, places) {
   const most = (3 * MOST_BYTES) / 4; // base64 makes four characters of three bytes
   if (file.size > most) throw new Error(`${name} is larger than ${most / 2 ** 20} MiB.`);
   const pixels = await createImageBitmap(file).catch(() => {
@@ -30,15 +30,17 @@ async function readPicture(file, name) {
   if (number > MOST_PIXELS) {
     throw new Error(`${name} has ${count(number / 1e6, 1)} megapixels; 64 can be sent.`);
   }
-  return { name, pixels, url: await dataUrl(file) };
+  return { name, pixels, url: await dataUrl(file), places: new Map(Object.entries(places)) };
 }
 
 /** The picture of a saved record. @returns {Promise<Picture>} */
-export function pictureOf({ name, url }) {
+export function pictureOf({ name, url, places = {} }) {
   const [, type, data] = DATA_URL.exec(url) ?? [];
   if (!data) throw new Error("The saved image cannot be read.");
+  const isBox = (box) => box.length === 4 && box.every(Number.isFinite);
+  if (!Object.values(places).flat().every(isBox)) throw new Error("The saved places cannot be read.");
   const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
-  return readPicture(new Blob([bytes], { type }), String(name));
+  return readPicture(new Blob([bytes], { type }), String(name), places);
 }
 
 function dataUrl(file) {
@@ -68,24 +70,4 @@ export function showPictures(images) {
   $("pictures").hidden = !items.length;
   $("drop").classList.toggle("filled", items.length > 0);
   $("file-name").textContent = items.length ? "Add another image" : "Choose an image";
-}
-
-/** A page with something to read, for those who have no image at hand. */
-export function drawSample() {
-  const canvas = element("canvas", "", "", { width: 336, height: 336 });
-  const pen = canvas.getContext("2d");
-  pen.fillStyle = "#f3efe4";
-  pen.fillRect(0, 0, 336, 336);
-  pen.font = '27px "DejaVu Sans", Verdana, sans-serif';
-  pen.fillStyle = "#22304a";
-  const keys = [..."ABCDEFGHJKLMNPRSTUVWXYZ"].sort(() => Math.random() - 0.5).slice(0, 4);
-  keys.forEach((key, index) => {
-    const value = Math.floor(1e4 + 9e4 * Math.random());
-    pen.fillText(`${key}:${value}`, 14 + (index % 2) * 140, 31 + index * 84);
-  });
-  $("question").value = `What is the value of ${keys[1]}?`;
-  canvas.toBlob((blob) => {
-    showPictures([]);
-    takePictures([blob], "Sample page");
-  });
 }

@@ -10,12 +10,15 @@ const MOST_SHOWN = 3000;
 
 export function showPrompt() {
   const { trace } = state;
+  const { prompt_tokens: prompt, cuts } = trace;
   const texts = state.tokens.get(trace.id);
   $("prompt").hidden = !texts;
   if (!texts) return;
   const starts = new Map(trace.vision.map((span, index) => [span.start, [span, index]]));
   const pieces = [];
-  const total = Math.min(texts.length, state.kept.length);
+  // The cut cannot evict the answer's tokens unless there is a ceiling; those before it stay.
+  const reached = Math.max(state.kept.length, prompt + cuts[trace.cut].answer_tokens);
+  const total = Math.min(texts.length, reached);
   let position = 0;
   for (; position < total && pieces.length < MOST_SHOWN; ) {
     const [span, index] = starts.get(position) ?? [];
@@ -30,13 +33,14 @@ export function showPrompt() {
 }
 
 function tokenPiece(text, position) {
-  const { trace, kept, reasons } = state;
-  const stays = kept[position] >= 0.5;
+  const { trace, reasons } = state;
+  const kept = state.kept[position] ?? 1;
+  const stays = kept >= 0.5;
   const piece = element(stays ? "span" : "del", "token", shown(text));
   const reason = reasons && mainReason(reasons, position);
   const why = reason ? `, ${reasonOf(reason).name}` : "";
   const part = position >= trace.prompt_tokens ? " of the answer" : "";
-  piece.title = `Token ${position}${part}, kept by ${percent(kept[position])} of the heads${why}`;
+  piece.title = `Token ${position}${part}, kept by ${percent(kept)} of the heads${why}`;
   if (reason) {
     piece.style.setProperty("--reason", reasonOf(reason).colour);
     piece.classList.add("reasoned");

@@ -77,7 +77,7 @@ function budgetChosen() {
   if (budgetKind() === "fraction") return fractionChosen();
   const tokens = number("budget-tokens");
   if (isWhole(tokens, 2, 1e9)) return tokens;
-  return refuse("Tokens per head: give a whole number, at least 2.", "budget-tokens");
+  return refuse("Tokens per KV head: give a whole number, at least 2.", "budget-tokens");
 }
 
 /** How long to wait: null is as the server does; NaN after saying what is wrong. */
@@ -103,14 +103,24 @@ function settingsChosen() {
   if (kind !== "ceiling") return { ...first, schedule: kind || null };
   const ceiling = number("ceiling");
   if (isWhole(ceiling, 1, Infinity)) return { ...first, ceiling };
-  return refuse("A ceiling is a whole number, at least 1.", "ceiling");
+  return refuse("Ceiling, tokens per KV head: give a whole number, at least 1.", "ceiling");
 }
 
-/** What the form holds. @returns {Asked} */
-function question() {
+/** What the form held last. @type {Asked|null} */
+let latest = null;
+
+/**
+ * What the form holds. It is the same object as long as the question is, whatever is expected: so
+ * all that was asked of it follows a change of that.
+ * @returns {Asked}
+ */
+export function question() {
+  const [text, start, expected] = ["question", "start", "expected"].map((id) => $(id).value.trim());
   const tokens = Math.trunc(number("max-tokens"));
-  const start = $("start").value.trim();
-  return { pictures: state.images, question: $("question").value.trim(), start, tokens };
+  const form = { pictures: state.images, question: text, start, tokens };
+  const isSame = (known) => known && Object.keys(form).every((key) => known[key] === form[key]);
+  latest = [state.asked, latest].find(isSame) ?? form;
+  return Object.assign(latest, { expected });
 }
 
 /** The same, if it can be asked; null after saying what is missing. @returns {Asked|null} */
@@ -125,8 +135,7 @@ export function questionToAsk() {
 }
 
 /** Whether the last question was this one. @param {Asked} asked */
-export const isAsked = (asked) =>
-  state.asked !== null && Object.keys(asked).every((key) => state.asked[key] === asked[key]);
+export const isAsked = (asked) => state.asked === asked;
 
 // --- Asking -------------------------------------------------------------------------------------
 
@@ -149,7 +158,7 @@ export async function send(asked, settings, compare, signal) {
   const answers = await post("ask", body, signal);
   const { trace, tokens } = answers.evicted;
   if (trace !== null) {
-    remember(trace, asked.pictures, tokens);
+    remember(trace, asked, tokens);
     label(trace, asked.question);
   }
   return answers;

@@ -7,24 +7,23 @@
 import { $, hideError, refuse, showError } from "./elements.js";
 import { remember, state } from "./state.js";
 import { pictureOf, showPictures } from "./picture.js";
-import { showSettings } from "./question.js";
+import { question as questionInForm, showSettings } from "./question.js";
 import { showAnswers } from "./answers.js";
 import { closeTrace, loadLayers, openTrace } from "./trace.js";
 import { comparisonRecord } from "./comparison.js";
 
-const FORMAT = "vllm-tgvkv inspector";
+export const FORMAT = "vllm-tgvkv inspector";
 export const PREFIX = "#saved=";
 const MOST_LINK = 500_000; // Chromium takes 2 MB, others less
 
 /** Question, images, settings and answers that are shown. */
 function record() {
   const { asked, settings, full, evicted, model } = state;
-  const images = asked.pictures.map(({ name, url }) => ({ name, url }));
-  const { question, start, tokens } = asked;
-  return {
-    ...{ format: FORMAT, version: 2, model, images, question, start, tokens },
-    ...{ settings, full, evicted },
-  };
+  const { pictures, ...others } = asked;
+  const images = pictures.map(({ name, url, places }) => ({
+    ...{ name, url, places: Object.fromEntries(places) },
+  }));
+  return { format: FORMAT, version: 2, model, images, ...others, settings, full, evicted };
 }
 
 /** A link that brings back what is shown; null if it would be too long. */
@@ -59,7 +58,7 @@ export async function openLink(hash) {
     const code = hash.slice(PREFIX.length).replaceAll("-", "+").replaceAll("_", "/");
     const bytes = Uint8Array.from(atob(code), (character) => character.charCodeAt(0));
     const json = await piped(new Blob([bytes]), new DecompressionStream("deflate-raw"));
-    await open(JSON.parse(new TextDecoder().decode(json)));
+    await openRecord(JSON.parse(new TextDecoder().decode(json)));
   } catch {
     showError(new Error("This link is damaged: parts of it are missing. Copy all of it."));
   }
@@ -68,28 +67,29 @@ export async function openLink(hash) {
 /** @param {Blob} file */
 export async function openFile(file) {
   try {
-    await open(JSON.parse(await file.text()));
+    await openRecord(JSON.parse(await file.text()));
   } catch {
     showError(new Error(`${file.name} was not saved by this page.`));
   }
 }
 
 /** Bring a record back. It comes from anywhere, so whatever is wrong in it raises an error. */
-async function open(saved) {
+export async function openRecord(saved) {
   if (saved.format !== FORMAT || ![1, 2].includes(saved.version)) throw new Error("another format");
   const pictures = await Promise.all((saved.images ?? [saved.image]).map(pictureOf));
-  const { question, start = "", tokens, settings, full, evicted } = saved;
-  const texts = [question, start, ...(full ? [full.text, evicted.text] : [])];
+  const { question, start = "", expected = "", tokens, settings, full, evicted } = saved;
+  const texts = [question, start, expected, ...(full ? [full.text, evicted.text] : [])];
   if (texts.some((text) => typeof text !== "string")) throw new Error("no text");
   state.running?.abort();
   state.running = null; // so that what it asked does not close what is opened here
   $("question").value = question;
   $("start").value = start;
+  $("expected").value = expected;
   $("max-tokens").value = String(tokens);
   hideError();
   showPictures(pictures);
-  showSettings(settings);
-  if (full) await openAnswers({ ...saved, asked: { pictures, question, start, tokens } });
+  if (settings) showSettings(settings);
+  if (full) await openAnswers({ ...saved, asked: questionInForm() });
   else showUnasked();
 }
 
@@ -106,7 +106,7 @@ async function openAnswers({ asked, settings, full, evicted, trace = null, layer
   showAnswers();
   const address = location.hash;
   if (evicted.trace !== null) {
-    remember(evicted.trace, asked.pictures, evicted.tokens);
+    remember(evicted.trace, asked, evicted.tokens);
     const known = trace && { trace, layers };
     // The server may not have this trace any more, or be another one: then there is no map.
     await openTrace(evicted.trace, null, known).catch(closeTrace);

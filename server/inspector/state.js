@@ -24,9 +24,12 @@
  *     drafts: number}|null,
  *   trace: string|null, tokens: string[]|null}} Evicted
  * @typedef {{model: string, full: Full|null, evicted: Evicted}} Answers
- * @typedef {{name: string, url: string, pixels: ImageBitmap}} Picture  url: with the data in it
- * @typedef {{pictures: Picture[], question: string, start: string, tokens: number}} Asked
- *   start: words that begin the answer; tokens: of an answer
+ * @typedef {[number, number, number, number]} Box  left, top, width and height in a picture's pixels
+ * @typedef {{name: string, url: string, pixels: ImageBitmap, places: Map<string, Box[]>}} Picture
+ *   url: with the data in it; places: where words stand, if that is known
+ * @typedef {{pictures: Picture[], question: string, start: string, expected: string,
+ *   tokens: number}} Asked  start: words that begin the answer; expected: what a right one holds, or
+ *   empty; tokens: of an answer
  * @typedef {{policy: string|null, budget?: number|string, defer?: number|null,
  *   schedule?: string|null, ceiling?: number}} Settings  of an eviction
  * @typedef {{name: string, weights: Float32Array}[]} Reasons  by token, the part of the chosen
@@ -52,7 +55,7 @@ export const state = {
   /** @type {Summary[]} */ recent: [],
   /** @type {Trace|null} */ trace: null,
   /** Of the trace. @type {Map<number, Promise<Layer>>} */ layers: new Map(),
-  /** Of requests made on this page, by trace. @type {Map<string, Picture[]>} */ pictures: new Map(),
+  /** Questions asked on this page, by trace. @type {Map<string, Asked>} */ questions: new Map(),
   /** Texts of their tokens. @type {Map<string, string[]>} */ tokens: new Map(),
   /** Null is all. @type {number|null} */ layer: null,
   /** Null is all. @type {number|null} */ head: null,
@@ -69,10 +72,10 @@ export const state = {
 };
 
 /** Keep what belongs to the last traces of this page. */
-export function remember(id, pictures, tokens) {
-  state.pictures.set(id, pictures);
+export function remember(id, asked, tokens) {
+  state.questions.set(id, asked);
   if (tokens) state.tokens.set(id, tokens);
-  for (const known of [state.pictures, state.tokens]) {
+  for (const known of [state.questions, state.tokens]) {
     if (known.size > REMEMBERED) known.delete(known.keys().next().value);
   }
 }

@@ -320,7 +320,7 @@ def test_everything_is_reached_by_keyboard(server: ChatServer, opened: Opener) -
         assert order[-1] == "BODY" or outline
         if order[-1] == "BODY":
             break
-    wanted = ["file", "sample", "saved-file", "question", "start"]
+    wanted = ["file", "sample", "saved-file", "question", "start", "expected"]
     wanted += ["method", "max-tokens", "budget", "ask"]
     wanted += ["labels", "copy-link", "save-file", "copy-curl", "copy-python"]
     wanted += ["layer", "head", "span", "view", "zoom-in", "map", "pin-a", "save-map", "0"]
@@ -528,6 +528,8 @@ def test_cuts_are_listed_stepped_through_and_set_by_the_form(
                 page.keyboard.press(key)
             playwright.expect(page.locator("#cut-said")).to_have_text(said[index])
             assert page.inner_text("#cut-value") == f"{index + 1} of 3"
+            left = f"{TOKENS - cuts[index]['answer_tokens']} tokens of the answer came after"
+            assert left in page.inner_text("#prompt-text")
             trace = get(cutting, f"requests/{evicted['trace']}?cut={index}")
             tiles = page.locator("#numbers dd").all_inner_texts()
             sizes = [cuts[index][n] for n in ("kept_tokens", "blocks_before", "blocks_after")]
@@ -599,7 +601,9 @@ def test_steps_of_recall_show_where_the_answer_looks(
             said = re.compile(f"After {length} tokens of the answer: ([0-9.]+)?")
             playwright.expect(page.locator("#cut-said")).to_have_text(said)
             if index:
-                (number,) = re.findall(r": ([0-9.]+) tokens a head", page.inner_text("#cut-said"))
+                (number,) = re.findall(
+                    r": ([0-9.]+) tokens per KV head", page.inner_text("#cut-said")
+                )
                 came_back = steps[index - 1]["recalled_tokens"]
                 assert float(number) == pytest.approx(came_back, abs=0.051)
             assert page.inner_text("#cut-answer q") == evicted["text"][:length]
@@ -707,18 +711,26 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     full = responses[0].json()["full"]["text"]
     assert full == right[:2]
     cells = page.locator("#multiples .multiple")
-    same = 0
+    texts = [answer["text"] for answer in answers]
     for cell, answer in zip(cells.all(), answers, strict=True):
-        is_same = answer["text"] == full
-        same += is_same
         assert cell.locator(".multiple-answer").inner_text() == answer["text"]
-        assert cell.locator("strong").inner_text() == ("= same" if is_same else "≠ different")
         memory = 100 * answer["blocks"] / answer["blocks_before"]
         number = re.search(r"([\d.]+)", cell.locator(".note").inner_text())
         assert number is not None
         assert float(number[1]) == pytest.approx(memory, abs=0.51)
+    verdicts = ["= same" if text == full else "≠ different" for text in texts]
+    assert page.locator("#multiples strong").all_inner_texts() == verdicts
+    same = verdicts.count("= same")
     assert 0 < same < len(answers)
-    assert f"{same} as the full cache" in said.inner_text()
+    assert said.inner_text().endswith(f". {same} same, {len(answers) - same} different.")
+    expected = next(text for text in texts if text.lower() != full.lower())
+    page.fill("#expected", expected)
+    page.keyboard.press("Tab")
+    rights = [text.lower() == expected.lower() for text in texts]
+    verdicts = ["✓ right" if is_right else v for v, is_right in zip(verdicts, rights, strict=True)]
+    assert page.locator("#multiples strong").all_inner_texts() == verdicts
+    assert f". {sum(rights)} right, {same} same, " in said.inner_text()
+    assert page.inner_text("#compare-asked").endswith("≠\N{NO-BREAK SPACE}not right")
 
     page.click("#compare")
     playwright.expect(said).to_contain_text(re.compile("Asked [1-9]"), timeout=PATIENCE_MS)
@@ -730,7 +742,101 @@ def test_all_methods_are_compared(server: ChatServer, opened: Opener, right: str
     assert len(responses) == number
     page.fill("#compare-budgets", "0.1, much")
     page.click("#compare")
-    playwright.expect(page.locator("#alert")).to_contain_text("fractions or tokens per head")
+    playwright.expect(page.locator("#alert")).to_contain_text("fractions or tokens per KV head")
+
+
+VERDICTS = [
+    ("3895980. This is a", "3895980.", "3895980", "right"),
+    ("3895980. This is a", "3895980.", "", "same up to here"),
+    ("3895980", " 3895980.\n", "", "same up to here"),
+    (" 3895980.", "3895980. ", "77", "same"),
+    ("38959801", "3895980.", "3895980", "different"),
+    ("1.5 or 2.5", "2", "5", "different"),
+    ("", "3895980", "", "different"),
+    ("The  new\nyork (NY)?", "Rome", "New York (NY)", "right"),
+    ("答案是东京。", "京都", "东京", "right"),
+]
+"""An answer, the full cache's one, what is expected, and what it is."""
+
+
+def test_the_expected_answer_is_judged_framed_and_saved(
+    model: Path, opened: Opener, tmp_path: Path
+) -> None:
+    """Of a page that is drawn here, and then of the same page as the model's own sample."""
+    page, expect = opened(), playwright.expect
+    for text, full, expected, verdict in VERDICTS:
+        script = "(given) => import('./differences.js').then((d) => d.verdictOf(...given))"
+        assert page.evaluate(script, [text, full, expected]) == verdict, text
+    page.click("#sample")
+    expect(page.locator("#pictures")).to_contain_text("small models may not read it")
+    page.fill("#max-tokens", "4")
+    with asking(page) as found:
+        page.click("#ask")
+    answers = [found[1][cache]["text"] for cache in ("full", "evicted")]
+    assert "neither is right" in page.inner_text("#verdict")
+    value = page.input_value("#expected")
+    with page.expect_download() as saved:
+        page.click("#save-file")
+    saved.value.save_as(tmp_path / "saved.json")
+    record = json.loads((tmp_path / "saved.json").read_text())
+    assert record["expected"] == value
+    ((left, top, width, height),) = record["images"][0]["places"][value]
+
+    colour = """() => {
+        const canvas = document.getElementById("map");
+        const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const found = [];
+        for (let i = 0; i < data.length; i += 4) {
+            if (data[i] === 0xe6 && data[i + 1] === 0 && data[i + 2] === 0x7a)
+                found.push([i / 4 % canvas.width, Math.floor(i / 4 / canvas.width)]);
+        }
+        return [canvas.width, found];
+    }"""
+    size, framed = page.evaluate(colour)
+    ends = np.array([np.min(framed, 0), np.max(framed, 0)]) * PAGE_SIZE / size
+    assert np.abs(ends - [[left, top], [left + width, top + height]]).max() < 4
+    page.click("#zoom-place")
+    seen = page.evaluate(
+        """() => {
+        const [frame, map] = [document.getElementById("map-frame"), document.getElementById("map")];
+        return [frame.scrollLeft, frame.scrollTop, frame.clientWidth, frame.clientHeight]
+            .map((length) => length / map.clientWidth);
+    }"""
+    )
+    first, last = np.array(seen[:2]) * PAGE_SIZE, np.add(seen[:2], seen[2:]) * PAGE_SIZE
+    assert seen[2] < 0.5
+    assert (first <= [left, top]).all()
+    assert (last >= [left + width, top + height]).all()
+
+    page.fill("#expected", answers[1])
+    page.keyboard.press("Tab")
+    same = answers[1].lower() == answers[0].lower()
+    said = "Both answers are right" if same else "Only the answer after eviction is right"
+    expect(page.locator("#verdict")).to_contain_text(said)
+    assert page.is_hidden("#place")
+    page.fill("#expected", "")
+    page.keyboard.press("Tab")
+    assert "right" not in page.inner_text("#verdict")
+
+    sample = model / "inspector_question.json"
+    sample.write_text(json.dumps({**record, "full": None}))
+    own = opened()
+    own.click("#sample")
+    expect(own.locator("#expected")).to_have_value(value)
+    sample.unlink()
+    with asking(own):
+        own.click("#ask")
+    assert own.is_visible("#place")
+
+    # A deep model's cells have their numbers, too.
+    size_of_number = """async (layers) => {
+        const {showPages} = await import("./pages.js");
+        const pages = Array.from({length: layers}, () => [1, 2, 3]);
+        showPages({pages, layers, kv_heads: 3, kept_by: [1], block_size: 16, cut: 0});
+        return parseFloat(getComputedStyle(document.querySelector("[role=gridcell]")).fontSize);
+    }"""
+    assert own.evaluate(size_of_number, 30) > 10
+    assert own.evaluate(size_of_number, 80) == 0
 
 
 def test_the_page_says_why_a_token_is_kept(server: ChatServer, opened: Opener) -> None:

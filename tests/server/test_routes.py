@@ -78,7 +78,7 @@ def question(seed: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def test_no_route_answers_without_the_key(server: ChatServer) -> None:
-    for path in ("", "status", "requests", "requests/x", "inspector.js"):
+    for path in ("", "status", "sample", "requests", "requests/x", "inspector.js"):
         answer = httpx.get(f"{server.url}/kv-eviction/{path}", follow_redirects=False)
         assert answer.status_code == 401, path
         assert answer.headers["www-authenticate"].startswith("Basic ")

@@ -19,7 +19,7 @@ import openai
 import pytest
 from PIL import Image
 
-from demo import asking, handover, inspector, reading, run
+from demo import handover, inspector, reading, run
 from demo.asking import Question, ask
 from measure.serving import ServingError
 from measure.smollm import WeightsMissingError, find_weights
@@ -28,6 +28,7 @@ from reader.tasks import PageExample
 from tests.conftest import ROOT
 from vllm_tgvkv.config.request import RequestOptions
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.server.endpoints import SAMPLE
 
 pytestmark = pytest.mark.apparatus
 
@@ -241,8 +242,7 @@ def one_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PageExample
         )
     for module in (inspector, run):
         monkeypatch.setattr(module, "page_model_folder", lambda: folder)
-    monkeypatch.setattr(asking, "QUESTION", tmp_path / "question.json")
-    monkeypatch.setattr(asking, "SAMPLE", tmp_path / "page.png")
+    monkeypatch.setattr(reading, "SAMPLE", tmp_path / "page.png")
     return question
 
 
@@ -273,10 +273,13 @@ def test_the_inspector_gets_a_question_and_says_how_to_open_it(
     out = capsys.readouterr().out
     assert "$ VLLM_PLUGINS=tgvkv vllm serve" in out
     assert "Open http://127.0.0.1:1/kv-eviction/ in a browser" in out
-    assert str(tmp_path / "question.json") in out
+    assert 'choose "Fill in a sample"' in out
     assert asked[0] == reading.serve_arguments(tmp_path / "model")
-    record = json.loads((tmp_path / "question.json").read_text())
+    (file,) = (tmp_path / "model").glob(f"*{SAMPLE}*")
+    assert file.name == SAMPLE
+    record = json.loads(file.read_text())
     assert (record["question"], record["start"]) == ("Which?", one_question.asked.start)
+    assert record["expected"] == one_question.asked.answer
     image = Image.open(io.BytesIO(base64.b64decode(record["images"][0]["url"].split(",")[1])))
     assert image.size == one_question.pages[0].size
     assert inspector.main() == 1

@@ -320,6 +320,14 @@ def test_the_readme_is_short_before_it_explains() -> None:
     assert [len(text.splitlines()) for text in two] == [2]
 
 
+def test_pictures_of_the_inspector_are_of_this_page() -> None:
+    pytest.importorskip("playwright")
+    from docs.draw_inspector import DIGEST, digest_of_page
+
+    said = "the inspector's page has changed: run python -m docs.draw_inspector"
+    assert DIGEST.read_text().strip() == digest_of_page(), said
+
+
 def test_sizes_in_production_are_those_of_its_cache() -> None:
     """The page's arithmetic, from the sizes that it names; `gain` has tests of its own."""
     text = (ROOT / "docs/production.md").read_text()

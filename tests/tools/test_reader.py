@@ -212,6 +212,14 @@ def test_pages_are_filled_and_hold_the_answer(task: PageTask) -> None:
     assert {page.size for page in example.pages} == {(task.side * PATCH,) * 2}
     assert all(each in text for each in wanted)
     assert 0 <= task.pages * task.pieces - len(vocabulary.split(text)) < 110  # less than a sentence
+    pieces = [vocabulary.texts[index] for index in vocabulary.split(text)]
+    framed = "".join(
+        "".join(pieces[first : first + width // PATCH])
+        for left, top, width, _ in example.places
+        for first in [top // PATCH * task.side + left // PATCH]
+    )
+    answer = example.asked.answer
+    assert framed.strip(' ."') == (answer.strip(" .") if answer in text else "")
     messages = example.messages()
     first, last = messages[0], messages[-1]
     kinds = [part["type"] for part in first["content"]]

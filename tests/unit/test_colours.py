@@ -108,3 +108,4 @@ def test_colours_stay_apart(palette: str, view: str) -> None:
 def test_colours_stand_out(palette: str) -> None:
     for name, colour in palettes()[palette].items():
         assert contrast(colour, constant("GROUND")) >= LEAST_CONTRAST, name
+    assert contrast(constant("EXPECTED"), constant("GROUND")) >= LEAST_CONTRAST

@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -109,6 +109,12 @@ def change_defaults(change: schemas.DefaultsChange, server: ChangeableServer) ->
 def restore_defaults(server: ChangeableServer) -> schemas.Defaults:
     """As `PUT` with the policy and budget that the server was started with."""
     return _write(server, dict)
+
+
+@router.api_route("/defaults", methods=["GET", "POST", "OPTIONS"], include_in_schema=False)
+def other_methods() -> Response:
+    """Name all methods of the path; Starlette would name those of one route."""
+    return JSONResponse({"detail": "Method Not Allowed"}, 405, {"Allow": "DELETE, PATCH, PUT"})
 
 
 def _write(server: Access, values: Callable[[], dict[str, Any]]) -> schemas.Defaults:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.server.serving import (
     report_of,
     serve,
 )
+from vllm_tgvkv.api import report_of as read_report
 from vllm_tgvkv.shared.metrics import STATES
 from vllm_tgvkv.shared.report import EvictionReport
 
@@ -215,7 +216,6 @@ def test_wrong_names_and_pairs_are_http_400(
 
 
 def check_refused(server: ChatServer, xargs: dict[str, Any], *parts: str) -> None:
-    server.ask(max_tokens=1)  # so that the engine knows the image: see the next test
     with pytest.raises(openai.BadRequestError) as caught:
         server.ask(xargs)
     assert all(part in str(caught.value) for part in parts), caught.value
@@ -223,17 +223,17 @@ def check_refused(server: ChatServer, xargs: dict[str, Any], *parts: str) -> Non
 
 
 def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: ChatServer) -> None:
-    """Only vLLM's front end has seen it, not the engine. Any wrong parameter has this effect."""
-    for seed, wrong in (
-        (901, {"xargs": {"kv_eviction_budget": 0}}),
-        (902, {"logit_bias": {99999: 1}}),
-    ):
-        ask = {"messages": messages(seed), "max_tokens": 2}
-        with pytest.raises(openai.BadRequestError):
-            server.ask(**ask, **wrong)
-        with pytest.raises(openai.InternalServerError):
-            server.ask(**ask)
-        assert server.ask(**ask).usage.completion_tokens == 2
+    """Only vLLM's front end has seen it, not the engine. Our options are refused before that."""
+    ask = {"messages": messages(901), "max_tokens": 2}
+    with pytest.raises(openai.BadRequestError):
+        server.ask({"kv_eviction_budget": 0}, **ask)
+    assert server.ask(**ask).usage.completion_tokens == 2
+    ask["messages"] = messages(902)
+    with pytest.raises(openai.BadRequestError):
+        server.ask(**ask, logit_bias={99999: 1})
+    with pytest.raises(openai.InternalServerError):
+        server.ask(**ask)
+    assert server.ask(**ask).usage.completion_tokens == 2
 
 
 def test_ten_thousand_images_are_http_400(server: ChatServer) -> None:
@@ -246,16 +246,17 @@ def test_ten_thousand_images_are_http_400(server: ChatServer) -> None:
 
 
 def test_wrong_options_in_a_stream_and_in_completions(server: ChatServer) -> None:
+    """HTTP 400, and not an event of a stream that has begun."""
     wrong = {"kv_eviction_budget": -1}
-    # vLLM validates a streamed request after the response has begun, and ends it by an error event.
-    with pytest.raises(openai.APIError, match="kv_eviction_budget is -1") as caught:
-        list(server.ask(wrong, stream=True))
-    body: Any = caught.value.body
-    assert body["code"] == 400
-    with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
-        server.client.completions.create(
-            model="tiny", prompt="a" * 200, extra_body={"vllm_xargs": wrong}
-        )
+    with pytest.raises(openai.BadRequestError, match="kv_eviction_budget is -1"):
+        server.ask(wrong, stream=True)
+    beside = "kv_eviction_budget is at the top level of the request's body: put it into vllm_xargs"
+    body: dict[str, Any] = {"model": "tiny", "stream": True}
+    for given, message in (({"vllm_xargs": wrong}, "kv_eviction_budget is -1"), (wrong, beside)):
+        with pytest.raises(openai.BadRequestError, match=message):
+            server.client.completions.create(**body, prompt="a" * 200, extra_body=given)
+        with pytest.raises(openai.BadRequestError, match=message):
+            server.client.responses.create(**body, input="a" * 200, extra_body=given)
 
 
 def test_several_choices_share_a_prompt(server: ChatServer) -> None:
@@ -284,10 +285,25 @@ def test_prompts_of_all_kinds(server: ChatServer) -> None:
     completion = server.client.completions.create(model="tiny", prompt=text, **options)
     assert completion.usage.completion_tokens == 5
     assert report_of(completion)["skip_reason"] == "text_only"
-    whole = server.ask(max_tokens=20, seed=1)
-    stream = server.ask(max_tokens=20, seed=1, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert text == whole.choices[0].message.content
+    asked: dict[str, Any] = {"max_tokens": 20, "seed": 1, "temperature": 1}
+    whole = server.ask(REPORT, **asked)
+    usage = {"stream_options": {"include_usage": True}}
+    for number, more in ((1, {}), (2, usage)):
+        chunks = list(server.ask(REPORT, **asked, n=number, stream=True, **more))
+        shown = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].index == 0]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in shown)
+        assert text == whole.choices[0].message.content
+        # The last chunk of each choice has its report, whatever other chunks come later.
+        ends = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
+        assert len(ends) == number
+        for end in ends:  # choices share blocks of the prompt
+            same = {"seconds": None, "memory": None}
+            assert replace(read_report(end), **same) == replace(read_report(whole), **same)
+        assert not any(read_report(chunk) for chunk in chunks if chunk not in ends)
+    options["max_tokens"] = 1  # its first result is its last
+    *_, last = server.client.completions.create(model="tiny", prompt=text, stream=True, **options)
+    assert read_report(last).policy == "tgv"
+    assert not any(map(read_report, server.ask(stream=True)))  # no report unless asked
 
 
 def test_responses(server: ChatServer) -> None:
@@ -303,6 +319,10 @@ def test_responses(server: ChatServer) -> None:
     assert answer.usage.output_tokens == 8
     assert report_of(answer)["blocks_after"] == 2
     assert evictions(server) - before == 1
+    *_, done = server.client.responses.create(
+        **body, max_output_tokens=8, stream=True, extra_body={"vllm_xargs": REPORT}
+    )
+    assert read_report(done.response).blocks_after == 2
     with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
         server.client.responses.create(
             **body, extra_body={"vllm_xargs": {"kv_eviction_budget": 1.5}}

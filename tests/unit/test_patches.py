@@ -10,6 +10,9 @@ import pytest
 import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 from vllm.renderers.hf import HfRenderer
@@ -32,6 +35,15 @@ PARAMETERS: dict[tuple[type, str], list[str]] = {
     ],
     (BaseRenderer, "render_chat"): CHAT,
     (BaseRenderer, "render_chat_async"): CHAT,
+    (BaseServing, "_check_model"): ["self", "request"],
+    (OpenAIServingChat, "chat_completion_stream_generator"): [
+        *("self", "request", "result_generator", "request_id", "model_name", "conversation"),
+        *("tokenizer", "request_metadata", "chat_template_kwargs", "mm_token_counts"),
+    ],
+    (OpenAIServingCompletion, "completion_stream_generator"): [
+        *("self", "request", "engine_inputs", "result_generator", "request_id", "created_time"),
+        *("model_name", "num_prompts", "tokenizer", "request_metadata"),
+    ],
 }
 """The wrapped functions, with the parameters that the wrappers expect."""
 
@@ -47,8 +59,9 @@ def test_bindings_are_vllms() -> None:
     """A wrapper has the binding of the function it replaces: static, class method, method."""
     register()
     patches.install_request_handling()
+    patches.install_serving()
     kinds = [type(owner.__dict__[name]).__name__ for owner, name in PARAMETERS]
-    assert kinds == ["staticmethod", "classmethod", *["function"] * 4]
+    assert kinds == ["staticmethod", "classmethod", *["function"] * 7]
 
 
 def test_subclasses_do_not_bypass_the_wrappers() -> None:
@@ -90,6 +103,7 @@ def test_wrapping_twice_wraps_once() -> None:
     for _ in range(2):
         register()
         patches.install_request_handling()
+        patches.install_serving()
     for owner, name in PARAMETERS:
         assert patches.is_wrapped(owner, name)
         function = patches.function_of(owner, name)

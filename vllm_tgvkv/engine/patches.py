@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -331,6 +332,11 @@ def _configure_engine(
         raise SystemExit(2) from None
     if serves and config_of(vllm_config).active:
         install_serving()
+        if envs.VLLM_PLUGINS is None:
+            logger.warning(
+                "Without the routes below /kv-eviction and the inspector: to have them, start the "
+                "server with VLLM_PLUGINS=tgvkv, and with the names of other plugins that it needs"
+            )
     return vllm_config
 
 

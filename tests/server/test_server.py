@@ -163,6 +163,10 @@ def test_options_of_a_request(server: ChatServer) -> None:
     marks = ("KV eviction of", "tgv, 60 tokens per head")
     answer = server.ask({"kv_eviction_budget": 60, **REPORT})
     report = report_of(answer)
+    assert report["understood"] == "60 tokens per head; for 60 % of the prompt give 0.6"
+    assert half["understood"] == "50 % of the prompt"
+    assert none["understood"] == "everything is kept"
+    assert tokens["understood"] == "200 tokens per head"
     (line,) = [line for line in server.lines() if all(mark in line for mark in marks)]
     assert answer.id in line
     assert f"{report['kept_tokens']} of {report['prompt_tokens']} prompt tokens kept" in line

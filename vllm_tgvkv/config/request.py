@@ -80,6 +80,13 @@ class RequestOptions:
             return None
         return {"schedule": written(((self.defer, self.budget), *self.later))}
 
+    @property
+    def understood(self) -> str:
+        """The options in words, for the report."""
+        if self.policy == NONE:
+            return "everything is kept"
+        return f"{self}{self.budget.doubt}"
+
     def __str__(self) -> str:
         """Return how much is kept, in words."""
         text = str(self.budget)

@@ -42,5 +42,5 @@ def _with_report(event: str, report: Any) -> str:
     body = json.loads(event.removeprefix(_DATA))
     if not any(choice.get("finish_reason") for choice in body.get("choices", ())):
         return event
-    body["kv_transfer_params"] = {CONFIG_KEY: report}
+    body["kv_transfer_params"] = {**(body.get("kv_transfer_params") or {}), CONFIG_KEY: report}
     return f"{_DATA}{json.dumps(body, ensure_ascii=False)}\n\n"

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import openai
 import pytest
 
 from measure.serving import group_members
-from tests.models import random_text
+from tests.conftest import ROOT
+from tests.models import random_image, random_text
 from tests.server.serving import (
     BLOCK_SIZE,
     VISION_TOKENS,
@@ -27,6 +33,7 @@ from tests.server.serving import (
     serve,
 )
 from vllm_tgvkv.api import report_of as read_report
+from vllm_tgvkv.judge.__main__ import main as judge
 from vllm_tgvkv.shared.metrics import STATES
 from vllm_tgvkv.shared.report import EvictionReport
 
@@ -125,6 +132,79 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     sizes = {"kept_tokens": BLOCK_SIZE + tail, "blocks_after": 1 + bool(tail)}
     sizes["blocks_before"] = -(-num_tokens // BLOCK_SIZE)
     assert report["cuts"] == [{"answer_tokens": 0, **sizes, "cause": "first"}]
+
+
+@pytest.fixture
+def page_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a folder with the image that pages ask about."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "build/demo").mkdir(parents=True)
+    path = tmp_path / "build/demo/page.png"
+    random_image(5, 112, 84).save(path)
+    return path
+
+
+def blocks(page: str, language: str) -> str:
+    """Return the only block of a page in a language."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    (code,) = re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+    return code
+
+
+@pytest.mark.parametrize(
+    ("page", "part"), [("requests", "'30 % of the prompt'"), ("http", "[[1, 1], [1")]
+)
+def test_examples_of_pages_run_as_printed(
+    server: ChatServer, page: str, part: str, page_png: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(blocks(page, "python").replace("http://localhost:8000", server.url), {})
+    assert part in capsys.readouterr().out
+
+
+def test_the_judge_asks_the_questions_of_its_page(
+    server: ChatServer, page_png: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page's own command; then more questions, of which the log has two."""
+    command = blocks("judge", "bash").replace("http://localhost:8000", server.url)
+    path = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "-ec", command], env=path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "10 requests, 0 of them answered in mine.judge/answers.jsonl" in ended.stderr
+    assert "2 questions, 1 with an expected answer." in ended.stdout
+
+    whole = server.ask({"kv_eviction": "none"}, messages=messages(5)).choices[0].message.content
+    more = [
+        {"messages": messages(5), "max_tokens": 8, "answer": ["no", whole], "match": "exact"},
+        {"messages": messages(5), "max_tokens": 8, "answer": "such a text", "match": "contains"},
+        {"prompt": random_text(3, 300), "images": [page_png.as_uri()[7:]], "max_tokens": 8},
+    ]
+    asked = page_png.parents[2] / "mine.jsonl"
+    asked.write_text(asked.read_text() + "".join(f"{json.dumps(line)}\n" for line in more))
+    budgets = ["--budgets", "0.5", "0.2", "0.1", "--in-flight", "2"]
+    given = ["--questions", str(asked), "--url", f"{server.url}/v1", *budgets]
+    with (asked.with_suffix(".judge") / "answers.jsonl").open("a") as log:
+        log.write('{"key": "cut o')  # the run was killed
+    assert judge(given) == 0
+    shown = capsys.readouterr()
+    # Two lines have the same request.
+    assert "25 requests, 10 of them answered" in shown.err
+    result = json.loads((asked.with_suffix(".judge") / "result.json").read_text())
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    assert list(arms) == ["full cache", "as served", "reach 50 %", "reach 20 %", "reach 10 %"]
+    full, tenth = arms["full cache"], arms["reach 10 %"]
+    assert (full["right"]["mean"], full["same"]["mean"]) == (pytest.approx(1 / 3), 1)
+    assert (full["kept"], full["difference"]) == (1, None)
+    assert tenth["kept"] < arms["reach 50 %"]["kept"] < 1
+    first = result["answers"][2]["arms"]["full cache"]
+    assert first == {"text": whole, "right": True}
+    assert result["answers"][4]["arms"]["reach 10 %"]["right"] is None
+    drawn = ElementTree.parse(asked.with_suffix(".judge") / "picture.svg")
+    assert "reach 10 %" in {element.text for element in drawn.iter()}
+    assert judge([*given, "--methods", "reech"]) == 1
+    assert "'reech'" in capsys.readouterr().err
+    asked.write_text(json.dumps({"prompt": "a" * 5000}))
+    assert judge(given) == 1
+    assert "line 1 of the questions, full cache" in capsys.readouterr().err
 
 
 def test_a_system_prompt_is_kept_in_every_head(server: ChatServer) -> None:

@@ -72,9 +72,9 @@ OTHERS = frozenset(
     re.findall(
         r"\w+",
         """
-        FastAPI, Starlette, httpx: add_api_route api_route app call delete dependant dependencies detail
-        headers include_router json model_dump model_extra patch path phrase post receive request
-        routes scope state status_code text url vllm_xargs
+        FastAPI, Starlette, httpx: add_api_route api_route app call delete dependant dependencies
+        detail headers include_router json model_dump model_extra patch path phrase post receive
+        request routes scope state status_code text url vllm_xargs
         Prometheus and torch: children define elapsed_time inc load modules overloadpacket
         named_parameters parameters register_forward_pre_hook synchronize wait
         safetensors: get_tensor; pydantic: validate_python

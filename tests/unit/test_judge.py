@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_tgvkv.judge.asking import FULL, Answer, Server
+from vllm_tgvkv.judge.asking import FULL, Answer, Arm, Server, ask_all, digest
 from vllm_tgvkv.judge.questions import JudgeError, read_questions
 from vllm_tgvkv.judge.report import figures, picture, table
 
@@ -62,6 +63,35 @@ def test_wrong_lines(tmp_path: Path, line: Any, parts: list[str]) -> None:
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(JudgeError, match="does not answer"):
         Server("http://127.0.0.1:9", None)
+
+
+def test_an_interruption_keeps_what_was_answered_and_asks_no_more(tmp_path: Path) -> None:
+    path, log, asked = tmp_path / "questions.jsonl", tmp_path / "log", []
+    path.write_text("\n".join(json.dumps({"prompt": str(n)}) for n in range(200)))
+
+    class Interrupted(Server):
+        def __init__(self) -> None:
+            self.model, self.pause = "tiny", 0.05
+
+        def ask(self, body: dict[str, Any]) -> Answer:
+            asked.append(body)
+            if len(asked) == 3:
+                raise KeyboardInterrupt
+            time.sleep(self.pause)
+            return Answer(digest(body), "a", True, 1, 1.0)
+
+    server, questions = Interrupted(), read_questions(path, 9)
+    with pytest.raises(KeyboardInterrupt):
+        ask_all(server, questions, [Arm(FULL, {})], log, 1, lambda text: None)
+    assert len(asked) < 150
+    kept = len(log.read_text().splitlines())
+    assert kept >= 2
+    asked.extend([{}] * 3)  # no more interruptions
+    server.pause = 0.0
+    before = len(asked)
+    answers = ask_all(server, questions, [Arm(FULL, {})], log, 1, lambda text: None)
+    assert len(answers[FULL]) == 200
+    assert len(asked) - before == 200 - kept
 
 
 def test_figures(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class Arm:
             "kv_eviction_budget": parsed.value,
             "kv_eviction_when": "always",
         }
-        return cls(f"{method} {str(parsed).removesuffix(' of the prompt')}", xargs)
+        kept = budget if parsed.is_auto else str(parsed).removesuffix(" of the prompt")
+        return cls(f"{method} {kept}", xargs)
 
 
 def arms_of(methods: Sequence[str], budgets: Sequence[str]) -> list[Arm]:
@@ -154,19 +155,22 @@ def ask_all(
     say(f"{len(bodies)} requests, {len(bodies) - len(todo)} of them answered in {log}")
     with ThreadPoolExecutor(in_flight) as threads, log.open("a", encoding="utf-8") as file:
         asked = {threads.submit(server.ask, body): at for at, body in todo.items()}
-        for number, future in enumerate(as_completed(asked), 1):
-            name, index = asked[future]
-            try:
-                answer = future.result()
-            except JudgeError as error:
-                threads.shutdown(cancel_futures=True)
-                line = questions[index].line
-                raise JudgeError(f"line {line} of the questions, {name}: {error}") from error
-            file.write(json.dumps(asdict(answer)) + "\n")
-            file.flush()
-            known[answer.key] = answer
-            if number % 10 == 0 or number == len(todo):
-                say(f"{number} of {len(todo)} answered")
+        try:
+            for number, future in enumerate(as_completed(asked), 1):
+                name, index = asked[future]
+                try:
+                    answer = future.result()
+                except JudgeError as error:
+                    line = questions[index].line
+                    raise JudgeError(f"line {line} of the questions, {name}: {error}") from error
+                file.write(json.dumps(asdict(answer)) + "\n")
+                file.flush()
+                known[answer.key] = answer
+                if number % 10 == 0 or number == len(todo):
+                    say(f"{number} of {len(todo)} answered")
+        except BaseException:  # also Ctrl-C: those that run are the last ones
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     found = {at: known[digest(body)] for at, body in bodies.items()}
     return {arm.name: [found[arm.name, i] for i in range(len(questions))] for arm in arms}
 

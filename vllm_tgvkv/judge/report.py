@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import fmean
+from textwrap import fill
 
 from vllm_tgvkv.judge.asking import FULL, Answer
 from vllm_tgvkv.judge.questions import Question
@@ -86,7 +87,7 @@ def table(found: Sequence[Figures], expected: int, total: int) -> Iterator[str]:
             f"{each.stopped:>9.0%}{each.tokens:>8.1f}{each.kept:>7.0%}"
         )
     yield ""
-    yield METHOD
+    yield fill(METHOD, 100)
 
 
 WIDTH, LEFT, ROW = 640, 190, 34
@@ -102,7 +103,7 @@ def picture(found: Sequence[Figures], total: int) -> str:
         return LEFT + share * (WIDTH - LEFT - 30)
 
     parts = [
-        f'<text x="{LEFT}" y="18">{title} (dot, 95 %), answers that stopped (ring); '
+        f'<text x="12" y="18">{title} (dot, 95 %), answers that stopped (ring); '
         f"{total} questions</text>"
     ]
     for percent in (0, 25, 50, 75, 100):

@@ -14,6 +14,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ PARAMETERS: dict[tuple[type, str], list[str]] = {
         *("self", "request", "engine_inputs", "result_generator", "request_id", "created_time"),
         *("model_name", "num_prompts", "tokenizer", "request_metadata"),
     ],
+    (RequestOutput, "add"): ["self", "next_output", "aggregate"],
 }
 """The wrapped functions, with the parameters that the wrappers expect."""
 
@@ -61,7 +63,7 @@ def test_bindings_are_vllms() -> None:
     patches.install_request_handling()
     patches.install_serving()
     kinds = [type(owner.__dict__[name]).__name__ for owner, name in PARAMETERS]
-    assert kinds == ["staticmethod", "classmethod", *["function"] * 7]
+    assert kinds == ["staticmethod", "classmethod", *["function"] * 8]
 
 
 def test_subclasses_do_not_bypass_the_wrappers() -> None:
@@ -108,6 +110,21 @@ def test_wrapping_twice_wraps_once() -> None:
         assert patches.is_wrapped(owner, name)
         function = patches.function_of(owner, name)
         assert function.__wrapped__ is inspect.unwrap(function)  # type: ignore[attr-defined]
+
+
+def test_a_report_stays_where_results_are_taken_together() -> None:
+    """A choice has ended; another one goes on, or ends as well."""
+    patches.install_serving()
+
+    def result(index: int, transfer: dict[str, int] | None) -> RequestOutput:
+        choice = CompletionOutput(index, "a", [1], None, None)
+        return RequestOutput("r", None, [1], None, [choice], False, kv_transfer_params=transfer)
+
+    for following, kept in ((None, {"first": 1}), ({"second": 2}, {"second": 2})):
+        together = result(0, {"first": 1})
+        together.add(result(1, following), aggregate=False)
+        assert [choice.index for choice in together.outputs] == [0, 1]
+        assert together.kv_transfer_params == kept
 
 
 def test_the_table_lists_what_is_wrapped() -> None:

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import ArmEngine
@@ -55,10 +56,9 @@ class Arms:
         with contextlib.ExitStack() as stack:
             for group in (arms[:1], arms[1:]):
                 for arm in group:
-                    given = (arm, shape, root)
-                    remote = Remote(
-                        arm.name, ArmEngine, *given, threads=arm.threads, deadline=deadline
-                    )
+                    options = {"threads": arm.threads, "deadline": deadline}
+                    log = Path(root, "engines.log")
+                    remote = Remote(arm.name, ArmEngine, arm, shape, root, log=log, **options)
                     stack.callback(remote.close)
                     self.engines[arm.name] = remote
                 for arm in group:

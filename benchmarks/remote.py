@@ -10,9 +10,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from measure.engines import ENVIRONMENT
+from measure.serving import log_errors
+
+FOLDER = Path(__file__).parents[1] / "build/benchmarks"
+"""Where runs leave their records."""
 
 
 class RemoteError(RuntimeError):
@@ -33,6 +38,7 @@ class Remote:
         *args: Any,
         threads: int | None = None,
         deadline: float = float("inf"),
+        log: Path | None = None,
     ) -> None:
         """Start the process and let it call `build(*args)`.
 
@@ -40,12 +46,14 @@ class Remote:
             build: a function or class that can be pickled.
             threads: of the object's computations; None: one for each core.
             deadline: end of the run, on the clock of `time.monotonic`.
+            log: file to which its output is added; None: this process's standard error.
         """
         self.name = name
         self._deadline = deadline
+        self._log = log
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, build, args), daemon=True)
+        self._process = context.Process(target=_serve, args=(child, build, args, log), daemon=True)
         given = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         # torch and vLLM read their variables before a process could set them.
         with _environment(**ENVIRONMENT, **given):
@@ -82,7 +90,8 @@ class Remote:
         except EOFError:
             self._process.join()
             code = self._process.exitcode
-            raise RemoteError(f"{self.name} ended with exit code {code}") from None
+            said = f"; {log_errors(self._log)}" if self._log else ""
+            raise RemoteError(f"{self.name} ended with exit code {code}{said}") from None
         if not succeeded:
             raise RemoteError(f"{self.name}:\n{result}")
         return result
@@ -97,8 +106,13 @@ class Remote:
             self._process.join()
 
 
-def _serve(pipe: Connection, build: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(
+    pipe: Connection, build: Callable[..., Any], args: tuple[Any, ...], log: Path | None
+) -> None:
     """Build the object, then answer `(method, kwargs)` with `(succeeded, result)`."""
+    if log is not None:  # with what libraries say when they end
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
     os.dup2(2, 1)  # what an engine prints is no part of a table
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         try:

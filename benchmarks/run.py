@@ -17,6 +17,7 @@ from benchmarks.cuts import cuts
 from benchmarks.gain import gain, recall
 from benchmarks.handover import handover
 from benchmarks.ranks import ranks
+from benchmarks.remote import FOLDER
 from benchmarks.scale import SCALES
 from benchmarks.switched import metrics, waiting
 from measure.facts import command_line
@@ -75,7 +76,7 @@ def parse() -> argparse.Namespace:
         "--block-size", type=int, default=128, help="of all arms but production (default: 128)"
     )
     parser.add_argument("--eager", action="store_true", help="all arms without torch.compile")
-    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the JSON")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the JSON")
     return parser.parse_args()
 
 

@@ -136,7 +136,8 @@ def serving(
     Args:
         arguments: `serve`, the model and flags, without host and port.
         log: file that takes the output of all processes.
-        environment: variables added to those of this process.
+        environment: variables added to those of this process, and to the name of our plugin, which
+            the routes below `/kv-eviction` need.
         start_seconds: limit until the server is healthy.
         stop_seconds: limit for an orderly end, see `stop`.
 
@@ -147,7 +148,8 @@ def serving(
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [vllm_executable(), *arguments, "--host", "127.0.0.1", "--port", str(port)]
-    with process_group(command, log, environment, stop_seconds) as process:
+    variables = {"VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", "tgvkv"), **(environment or {})}
+    with process_group(command, log, variables, stop_seconds) as process:
         wait_until_healthy(url, process, log, start_seconds)
         taken = time.monotonic() - begin
         yield Server(url, process, log, shlex.join(["vllm", *arguments]), taken)

@@ -49,7 +49,7 @@ LAYERS = 2
 _UNUSED = "<empty_output>"
 """A token that the language model never writes. `<image>` has its row, so it never comes either."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Number to raise when the folder's contents change."""
 
 CHAT_TEMPLATE = """\
@@ -183,7 +183,8 @@ def tower_weights(
     with torch.device("meta"):
         empty = CLIPVisionModel(CLIPVisionConfig(**vision_config(pieces, side))).state_dict()
     # Ink is dark: the opposite sign. Each channel has a third; the normalisation forgives factors.
-    grey = -recogniser.patch_weight().view(FEATURES, 1, PATCH, PATCH).expand(-1, 3, -1, -1) / 3
+    grey = balanced(-recogniser.patch_weight() / 3)
+    grey = grey.view(FEATURES, 1, PATCH, PATCH).expand(-1, 3, -1, -1)
     first, second = (f"encoder.layers.{number}." for number in (0, 1))
     filled = {
         "embeddings.patch_embedding.weight": grey,
@@ -219,6 +220,19 @@ def tower_weights(
         "multi_modal_projector.linear_2.weight": identity,
         "multi_modal_projector.linear_2.bias": -raised,
     }
+
+
+def balanced(rows: Tensor) -> Tensor:
+    """Return rows whose sum is 0 in bfloat16 too: what rounding takes from a value, the next gets.
+
+    Else paper adds a little to each feature in bfloat16, and all that an empty patch has is that.
+    """
+    rounded, carried = torch.empty_like(rows), torch.zeros_like(rows[:, 0])
+    for column in range(rows.shape[1]):
+        wanted = rows[:, column] + carried
+        rounded[:, column] = wanted.bfloat16()
+        carried = wanted - rounded[:, column]
+    return rounded
 
 
 def main() -> int:

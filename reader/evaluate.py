@@ -26,11 +26,13 @@ SPARE_TOKENS = 8
 class PageEngine(LocalEngine):
     """Stock vLLM with the model, and its questions."""
 
-    def __init__(self, folder: Path, vocabulary: Vocabulary, pages: int) -> None:
+    def __init__(
+        self, folder: Path, vocabulary: Vocabulary, pages: int, dtype: str = "float32"
+    ) -> None:
         """Start the engine for prompts of up to `pages` pages."""
         super().__init__(
             folder,
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             max_model_len=4608,
             max_num_seqs=8,

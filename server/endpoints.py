@@ -7,11 +7,12 @@ vLLM loads it only where `VLLM_PLUGINS` names `tgvkv`.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -57,6 +58,7 @@ router = APIRouter(
 )
 
 EvictingServer = Annotated[Access, Depends(evicting_server)]
+ChangeableServer = Annotated[Access, Depends(changeable_server)]
 TraceName = Annotated[
     str, Path(max_length=512, description="Name of a trace, or `id` of a response.")
 ]
@@ -90,17 +92,43 @@ async def status(server: EvictingServer) -> schemas.Status:
     )
 
 
-@router.put("/defaults", summary="Change policy and budget of new requests")
-def change_defaults(
-    change: schemas.DefaultsChange, server: Annotated[Access, Depends(changeable_server)]
-) -> schemas.Defaults:
+@router.put("/defaults", summary="Replace policy and budget of new requests")
+def replace_defaults(values: schemas.NewDefaults, server: ChangeableServer) -> schemas.Defaults:
     """The new defaults apply to requests that arrive after the answer, on every API server and
-    engine that shares the file system. An empty body restores what the server was started with.
+    engine that shares the file system.
 
     403: the caller is not the admin, or changes are not enabled; 409: the file cannot be written.
     """
+    return _write(server, lambda: values.model_dump(exclude_none=True))
+
+
+@router.patch("/defaults", summary="Change policy or budget of new requests")
+def change_defaults(change: schemas.DefaultsChange, server: ChangeableServer) -> schemas.Defaults:
+    """As `PUT`, but what the body leaves out stays: a budget alone never switches eviction on."""
+    return _write(server, lambda: server.defaults.read() | change.model_dump(exclude_none=True))
+
+
+@router.delete("/defaults", summary="Restore what the server was started with")
+def restore_defaults(server: ChangeableServer) -> schemas.Defaults:
+    """As `PUT` with the policy and budget that the server was started with."""
+    return _write(server, dict)
+
+
+@router.api_route("/defaults", methods=["GET", "POST", "OPTIONS"], include_in_schema=False)
+def other_methods() -> Response:
+    """Name all methods of the path; Starlette would name those of one route."""
+    return JSONResponse({"detail": "Method Not Allowed"}, 405, {"Allow": "DELETE, PATCH, PUT"})
+
+
+def _write(server: Access, values: Callable[[], dict[str, Any]]) -> schemas.Defaults:
+    """Replace the defaults.
+
+    Raises:
+        HTTPException: 400 for values or a present file that are wrong, 409 if the file cannot be
+            written.
+    """
     try:
-        server.defaults.write(change.model_dump(exclude_none=True))
+        server.defaults.write(values())
     except EvictionConfigError as error:
         raise HTTPException(400, str(error)) from error
     except OSError as error:

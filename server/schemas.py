@@ -106,12 +106,18 @@ class Status(BaseModel):
 
 
 class DefaultsChange(BaseModel):
-    """Body of `PUT /kv-eviction/defaults`; a missing field is as the server was started with."""
+    """Body of `PATCH /kv-eviction/defaults`; a missing field stays as it is."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     policy: str | None = Field(None, examples=["snapkv"])
     budget: BudgetValue | None = None
+
+
+class NewDefaults(DefaultsChange):
+    """Body of `PUT /kv-eviction/defaults`; a missing budget is as the server was started with."""
+
+    policy: str = Field(examples=["snapkv"])
 
 
 class Cut(BaseModel):

@@ -112,9 +112,9 @@ def report_of(output: RequestOutput) -> EvictionReport | None:
 
     Args:
         output: an answer of `LLM.generate` or `LLM.chat`, or of an OpenAI client: anything with
-            `kv_transfer_params`.
+            `kv_transfer_params`, or a chunk of a stream. A choice's last chunk has the report.
     """
-    found = (output.kv_transfer_params or {}).get(CONFIG_KEY)
+    found = (getattr(output, "kv_transfer_params", None) or {}).get(CONFIG_KEY)
     if found is None:
         return None
     known = {field.name for field in fields(EvictionReport)}

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 FULL_ATTENTION = "full attention"
 DRAFTS = "draft model"
 
-_WORTH_IT, _LITTLE = 1.5, 1.1
-"""Times the requests from which eviction is worth it, or gains a little."""
+_LITTLE = 1.1
+"""Times the requests below which eviction gains nothing to speak of."""
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -87,10 +87,13 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """Whether eviction is worth it, in words."""
-        if self.ratio >= _WORTH_IT:
-            return "worth it"
-        return "a small gain" if self.ratio >= _LITTLE else "not worth it"
+        """What memory alone tells, in words."""
+        if self.ratio < _LITTLE:
+            return "gains nothing here: requests keep their memory."
+        return (
+            f"gains up to {self.ratio:.1f} times the requests at once, where memory is what limits "
+            "them and not --max-num-seqs or computing; python -m vllm_tgvkv.fleet tells for a GPU."
+        )
 
 
 def gain(
@@ -281,7 +284,7 @@ def report(
         f"Requests in a pool of {options.pool:g} GiB: {pool // result.before} before, "
         f"{pool // result.after} after, {result.ratio:.1f} times as many."
     )
-    yield f"Eviction {'would be' if refusals else 'is'} {result.verdict}."
+    yield f"Eviction{', if it were served,' if refusals else ''} {result.verdict}"
 
 
 def served(kinds: Sequence[LayerKind], refusals: Sequence[str], is_prefix_lm: bool) -> str:
@@ -314,8 +317,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except Exception as error:  # whatever vLLM raises for a model that it cannot build here
-        print(f"vLLM cannot build {options.model} here: {error}", file=sys.stderr)
+        print(cannot_build(options.model, error), file=sys.stderr)
         return 1
+    from vllm.platforms import current_platform
+
     from vllm_tgvkv.engine.compatibility import refused_properties
 
     model = vllm_config.model_config
@@ -326,10 +331,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = {"block_size": block_size, "refusals": refusals, "layers": layers}
         print(json.dumps(found | asdict(result) | {"ratio": result.ratio}))
         return 0
-    print(f"{model.architecture}, blocks of {block_size} tokens, budget: {budget}.")
+    here = ""
+    if options.block_size is None and current_platform.is_cpu():
+        here = " (as on this CPU; for a GPU give --block-size 16)"
+    print(f"{model.architecture}, blocks of {block_size} tokens{here}, budget: {budget}.")
     print(served(kinds, refusals, model.is_mm_prefix_lm))
     print(*report(kinds, result, refusals, options), sep="\n")
     return 0
+
+
+def cannot_build(model: str, error: Exception) -> str:
+    """Return what to say when vLLM cannot build a model; a name needs the hub."""
+    hint = ""
+    if not os.path.exists(model):
+        hint = (
+            f"\nIf the hub cannot be reached from here, save the model's config.json (and "
+            f"preprocessor_config.json) in a folder, and give the folder in place of {model}."
+        )
+    return f"vLLM cannot build {model} here: {error}{hint}"
 
 
 def configure(model: str, **given: Any) -> VllmConfig:

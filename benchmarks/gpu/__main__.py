@@ -22,9 +22,8 @@ import torch
 from benchmarks.gpu import kernels
 from benchmarks.gpu.plan import SCALES, EnginePlan, build_engine, engine_plans
 from benchmarks.gpu.report import Entry, Report
-from benchmarks.remote import Remote, RemoteError, TimeUpError
+from benchmarks.remote import FOLDER, Remote, RemoteError, TimeUpError
 
-RESULTS = Path(__file__).parents[1] / "results"
 _LEAST_SECONDS = {"full": 75.0, "quick": 60.0, "first": 60.0}
 """An engine needs this time to reach its first measurement, of a tiny model 1 s."""
 _GRACE_SECONDS = 10.0
@@ -86,7 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", action="store_true", help=brief)
     parser.add_argument("--smoke", action="store_true", help="tiny, without a GPU: no measurement")
     parser.add_argument("--only", nargs="+", help="parts whose name contains one of these words")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of both files")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of both files")
     return parser.parse_args()
 
 

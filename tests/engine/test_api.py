@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -84,6 +85,35 @@ def test_options_cover_every_key_of_a_request() -> None:
         RequestOptions.resolve(config, api.EvictionOptions("snapkb").extra_args())
 
 
+def write_example(tiny_model: Callable[..., Path], folder: Path) -> Path:
+    """Write the page's file, and a tiny model and an image where it finds the page's own."""
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    (folder / "build/models").mkdir(parents=True)
+    model = tiny_model(image_size=224)  # 256 tokens of vision
+    (folder / "build/models/page-reader-tiny").symlink_to(model)
+    (folder / "build/demo").mkdir()
+    random_image(1, 224, 224).save(folder / "build/demo/page.png")
+    (folder / "example.py").write_text(lines)
+    return folder / "example.py"
+
+
+@pytest.mark.apparatus
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_page_runs_as_a_file(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Where processes read it again, and nothing says how much memory the pool may have."""
+    example = write_example(tiny_model, tmp_path)
+    variables = {**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        variables.pop(name, None)
+    ended = subprocess.run(
+        [sys.executable, example], cwd=tmp_path, env=variables, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "EvictionReport(policy='tgv', prompt_tokens=" in ended.stdout
+    assert "vision tokens per head" in ended.stdout
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_the_lines_of_the_page_run(
@@ -96,16 +126,9 @@ def test_the_lines_of_the_page_run(
 
     A tiny model stands where the page's model would.
     """
-    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    code = lines.split("llm = ", 1)[1].splitlines()
-    assert len(code) <= 15
-    (tmp_path / "build/models").mkdir(parents=True)
-    folder = tiny_model(image_size=224)  # 256 tokens of vision
-    (tmp_path / "build/models/page-reader-tiny").symlink_to(folder)
-    (tmp_path / "build/demo").mkdir()
-    random_image(1, 224, 224).save(tmp_path / "build/demo/page.png")
+    lines = write_example(tiny_model, tmp_path).read_text()
     monkeypatch.chdir(tmp_path)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"__name__": "__main__"}
     try:
         exec(lines, found)
         llm, output, kept = found["llm"], found["output"], found["kept"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from tests.scheduler.double import Double, Job, Setup
+from tests.scheduler.double import Double, Job, Setup, make_scheduler
 
 SIZE = 16
 PROMPT = 200  # twelve full blocks and a tail of eight tokens
@@ -265,3 +265,12 @@ def test_long_prompts_with_auto_in_every_head_need_a_server_whose_budget_it_is(b
     too_long = {"auto_too_long": 1} if budget == 0.3 else {}
     assert counters.requests_skipped == too_long
     assert counters.requests_evicted == 4 - len(too_long)
+
+
+def test_a_server_whose_budget_is_few_tokens_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Who gives 10 may mean 10 %."""
+    with caplog.at_level("WARNING", "vllm.tgvkv"):
+        make_scheduler(Setup(eviction={"policy": "snapkv", "budget": 200}))
+        assert "tokens per head" not in caplog.text
+        make_scheduler(Setup(eviction={"policy": "snapkv", "budget": 10}))
+    assert "budget 10 is 10 tokens per head; for 10 % of the prompt give 0.1" in caplog.text

@@ -302,6 +302,25 @@ def test_settings_in_additional_config_end_a_server_likewise(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("named", [True, False])
+def test_a_server_without_its_routes_says_what_is_missing(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM loads routes of a plugin only if `VLLM_PLUGINS` names it."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if named:
+        monkeypatch.setenv("VLLM_PLUGINS", "tgvkv")
+    given = {CONFIG_KEY: {"policy": "tgv"}}
+    model = str(write_config(tmp_path))
+    args = AsyncEngineArgs(model=model, skip_tokenizer_init=True, additional_config=given)
+    with caplog.at_level("WARNING", "vllm.tgvkv"):
+        args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
+        assert "VLLM_PLUGINS" not in caplog.text
+        args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    assert ("with VLLM_PLUGINS=tgvkv" in caplog.text) == (not named)
+
+
+@pytest.mark.slow
 def test_help_is_as_quick_as_vllms_own() -> None:
     """The flags import this plugin's own light modules, and nothing that vLLM had not imported."""
     code = (

@@ -149,9 +149,9 @@ def test_every_route_checks_the_key_before_it_reads_the_body() -> None:
     routes = [r for r in found.routes if r.path.startswith("/kv-eviction")]
     assert len(routes) >= 8
     for route in routes:
-        (method,) = route.methods - {"HEAD"}
-        if method == "PUT":
+        if route.path.endswith("/defaults"):
             continue  # the admin's, tested below
+        (method,) = route.methods - {"HEAD"}
         answer = server.request(method, route.path.format(name="of-0", layer=0), content=b"{")
         assert answer.status_code == 401, route.path
         assert answer.headers["www-authenticate"].startswith("Basic ")
@@ -299,7 +299,7 @@ def test_defaults_that_are_wrong_or_cannot_be_written(
     folder = tmp_path / "folder"
     folder.mkdir()
     server = client(EngineClient(TGV | {"defaults_file": str(folder / "d.json")}))
-    wrong = server.put("/kv-eviction/defaults", json={"budget": 0}, headers=BOSS)
+    wrong = server.patch("/kv-eviction/defaults", json={"budget": 0}, headers=BOSS)
     assert wrong.status_code == 400
     assert wrong.json()["detail"].startswith("budget of the request is 0: give")
     unknown = server.put("/kv-eviction/defaults", json={"sinks": 4}, headers=BOSS)

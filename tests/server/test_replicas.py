@@ -382,7 +382,7 @@ def test_changed_defaults_reach_every_api_server_and_engine(doors: list[Any]) ->
                 assert report["policy"] == "snapkv"
                 most = budget * report["prompt_tokens"]
                 assert most - BLOCK_SIZE < report["kept_tokens"] <= most
-    assert call(doors[0], "PUT", "/kv-eviction/defaults", {}, Authorization=bearer)[0] == 200
+    assert call(doors[0], "DELETE", "/kv-eviction/defaults", Authorization=bearer)[0] == 200
 
 
 @pytest.mark.parametrize("xargs", [{"kv_eviction_budget": -1}, {"kv_eviction": "snap"}], ids=repr)

@@ -63,9 +63,15 @@ def client(server: ChatServer) -> Iterator[httpx.Client]:
 CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def put(client: httpx.Client, **change: Any) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {ADMIN}"}
-    return client.put("/defaults", json=change, headers=headers)
+BOSS = {"Authorization": f"Bearer {ADMIN}"}
+
+
+def put(client: httpx.Client, **values: Any) -> httpx.Response:
+    return client.put("/defaults", json=values, headers=BOSS)
+
+
+def restore(client: httpx.Client) -> httpx.Response:
+    return client.delete("/defaults", headers=BOSS)
 
 
 def question(seed: int = 0, **fields: Any) -> dict[str, Any]:
@@ -287,17 +293,27 @@ def test_changed_defaults_apply_to_the_next_request(
         put(client, policy="none")  # the operator's way to stop evicting
         assert report_of(server.ask({"kv_eviction_report": 1}))["skip_reason"] == "policy_none"
         # A request's options are checked together with the defaults.
-        put(client, policy="random")
+        put(client, policy="random", budget=0.1)
         with pytest.raises(openai.BadRequestError, match="auto"):
             server.ask({"kv_eviction_budget": "auto:0.9"})
-        wrong = put(client, budget=1.5)
+        wrong = put(client, policy="tgv", budget=1.5)
         assert wrong.status_code == 400
         assert "budget of the request is 1.5" in wrong.json()["error"]["message"]
         denied = client.put("/defaults", json={})
         assert denied.status_code == 403
         assert client.get("/status").json()["defaults"]["policy"] == "random"
+        # A part of the defaults does not switch eviction on.
+        put(client, policy="none")
+        for partial in (put(client, budget=0.2), client.put("/defaults", json={}, headers=BOSS)):
+            assert partial.status_code == 400
+            assert "policy" in partial.json()["error"]["message"]
+        changed = client.patch("/defaults", json={"budget": 0.2}, headers=BOSS)
+        assert changed.json() == {"policy": "none", "budget": 0.2, "changed": True}
+        assert report_of(server.ask({"kv_eviction_report": 1}))["skip_reason"] == "policy_none"
+        changed = client.patch("/defaults", json={"policy": "snapkv"}, headers=BOSS)
+        assert changed.json() == {"policy": "snapkv", "budget": 0.2, "changed": True}
     finally:
-        assert put(client).json() == {"policy": "tgv", "budget": 0.1, "changed": False}
+        assert restore(client).json() == {"policy": "tgv", "budget": 0.1, "changed": False}
     assert report_of(server.ask({"kv_eviction_report": 1}))["policy"] == "tgv"
 
 
@@ -363,9 +379,9 @@ def test_fuzzed_requests_get_no_server_error(
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=FUZZ_SECONDS, cwd=tmp_path, check=False
     )
-    put(client)
+    restore(client)
     assert result.returncode == 0, result.stdout[-6000:]
-    assert "6 selected" in result.stdout
+    assert "8 selected" in result.stdout
     assert server.ask(max_tokens=2).usage.completion_tokens == 2
 
 

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import openai
 import pytest
 
 from measure.serving import group_members
-from tests.models import random_text
+from tests.conftest import ROOT
+from tests.models import random_image, random_text
 from tests.server.serving import (
     BLOCK_SIZE,
     VISION_TOKENS,
@@ -26,6 +32,8 @@ from tests.server.serving import (
     report_of,
     serve,
 )
+from vllm_tgvkv.api import report_of as read_report
+from vllm_tgvkv.judge.__main__ import main as judge
 from vllm_tgvkv.shared.metrics import STATES
 from vllm_tgvkv.shared.report import EvictionReport
 
@@ -126,6 +134,79 @@ def test_answer_tells_what_was_evicted(server: ChatServer) -> None:
     assert report["cuts"] == [{"answer_tokens": 0, **sizes, "cause": "first"}]
 
 
+@pytest.fixture
+def page_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a folder with the image that pages ask about."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "build/demo").mkdir(parents=True)
+    path = tmp_path / "build/demo/page.png"
+    random_image(5, 112, 84).save(path)
+    return path
+
+
+def blocks(page: str, language: str) -> str:
+    """Return the only block of a page in a language."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    (code,) = re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+    return code
+
+
+@pytest.mark.parametrize(
+    ("page", "part"), [("requests", "'30 % of the prompt'"), ("http", "[[1, 1], [1")]
+)
+def test_examples_of_pages_run_as_printed(
+    server: ChatServer, page: str, part: str, page_png: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(blocks(page, "python").replace("http://localhost:8000", server.url), {})
+    assert part in capsys.readouterr().out
+
+
+def test_the_judge_asks_the_questions_of_its_page(
+    server: ChatServer, page_png: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page's own command; then more questions, of which the log has two."""
+    command = blocks("judge", "bash").replace("http://localhost:8000", server.url)
+    path = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "-ec", command], env=path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "10 requests, 0 of them answered in mine.judge/answers.jsonl" in ended.stderr
+    assert "2 questions, 1 with an expected answer." in ended.stdout
+
+    whole = server.ask({"kv_eviction": "none"}, messages=messages(5)).choices[0].message.content
+    more = [
+        {"messages": messages(5), "max_tokens": 8, "answer": ["no", whole], "match": "exact"},
+        {"messages": messages(5), "max_tokens": 8, "answer": "such a text", "match": "contains"},
+        {"prompt": random_text(3, 300), "images": [page_png.as_uri()[7:]], "max_tokens": 8},
+    ]
+    asked = page_png.parents[2] / "mine.jsonl"
+    asked.write_text(asked.read_text() + "".join(f"{json.dumps(line)}\n" for line in more))
+    budgets = ["--budgets", "0.5", "0.2", "0.1", "--in-flight", "2"]
+    given = ["--questions", str(asked), "--url", f"{server.url}/v1", *budgets]
+    with (asked.with_suffix(".judge") / "answers.jsonl").open("a") as log:
+        log.write('{"key": "cut o')  # the run was killed
+    assert judge(given) == 0
+    shown = capsys.readouterr()
+    # Two lines have the same request.
+    assert "25 requests, 10 of them answered" in shown.err
+    result = json.loads((asked.with_suffix(".judge") / "result.json").read_text())
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    assert list(arms) == ["full cache", "as served", "reach 50 %", "reach 20 %", "reach 10 %"]
+    full, tenth = arms["full cache"], arms["reach 10 %"]
+    assert (full["right"]["mean"], full["same"]["mean"]) == (pytest.approx(1 / 3), 1)
+    assert (full["kept"], full["difference"]) == (1, None)
+    assert tenth["kept"] < arms["reach 50 %"]["kept"] < 1
+    first = result["answers"][2]["arms"]["full cache"]
+    assert first == {"text": whole, "right": True}
+    assert result["answers"][4]["arms"]["reach 10 %"]["right"] is None
+    drawn = ElementTree.parse(asked.with_suffix(".judge") / "picture.svg")
+    assert "reach 10 %" in {element.text for element in drawn.iter()}
+    assert judge([*given, "--methods", "reech"]) == 1
+    assert "'reech'" in capsys.readouterr().err
+    asked.write_text(json.dumps({"prompt": "a" * 5000}))
+    assert judge(given) == 1
+    assert "line 1 of the questions, full cache" in capsys.readouterr().err
+
+
 def test_a_system_prompt_is_kept_in_every_head(server: ChatServer) -> None:
     """Found by the template, once for all questions about it."""
     system = {"role": "system", "content": random_text(70, 100)}
@@ -162,6 +243,10 @@ def test_options_of_a_request(server: ChatServer) -> None:
     marks = ("KV eviction of", "tgv, 60 tokens per head")
     answer = server.ask({"kv_eviction_budget": 60, **REPORT})
     report = report_of(answer)
+    assert report["understood"] == "60 tokens per head; for 60 % of the prompt give 0.6"
+    assert half["understood"] == "50 % of the prompt"
+    assert none["understood"] == "everything is kept"
+    assert tokens["understood"] == "200 tokens per head"
     (line,) = [line for line in server.lines() if all(mark in line for mark in marks)]
     assert answer.id in line
     assert f"{report['kept_tokens']} of {report['prompt_tokens']} prompt tokens kept" in line
@@ -215,7 +300,6 @@ def test_wrong_names_and_pairs_are_http_400(
 
 
 def check_refused(server: ChatServer, xargs: dict[str, Any], *parts: str) -> None:
-    server.ask(max_tokens=1)  # so that the engine knows the image: see the next test
     with pytest.raises(openai.BadRequestError) as caught:
         server.ask(xargs)
     assert all(part in str(caught.value) for part in parts), caught.value
@@ -223,17 +307,17 @@ def check_refused(server: ChatServer, xargs: dict[str, Any], *parts: str) -> Non
 
 
 def test_an_image_that_came_with_a_wrong_request_first_is_missed_once(server: ChatServer) -> None:
-    """Only vLLM's front end has seen it, not the engine. Any wrong parameter has this effect."""
-    for seed, wrong in (
-        (901, {"xargs": {"kv_eviction_budget": 0}}),
-        (902, {"logit_bias": {99999: 1}}),
-    ):
-        ask = {"messages": messages(seed), "max_tokens": 2}
-        with pytest.raises(openai.BadRequestError):
-            server.ask(**ask, **wrong)
-        with pytest.raises(openai.InternalServerError):
-            server.ask(**ask)
-        assert server.ask(**ask).usage.completion_tokens == 2
+    """Only vLLM's front end has seen it, not the engine. Our options are refused before that."""
+    ask = {"messages": messages(901), "max_tokens": 2}
+    with pytest.raises(openai.BadRequestError):
+        server.ask({"kv_eviction_budget": 0}, **ask)
+    assert server.ask(**ask).usage.completion_tokens == 2
+    ask["messages"] = messages(902)
+    with pytest.raises(openai.BadRequestError):
+        server.ask(**ask, logit_bias={99999: 1})
+    with pytest.raises(openai.InternalServerError):
+        server.ask(**ask)
+    assert server.ask(**ask).usage.completion_tokens == 2
 
 
 def test_ten_thousand_images_are_http_400(server: ChatServer) -> None:
@@ -246,16 +330,17 @@ def test_ten_thousand_images_are_http_400(server: ChatServer) -> None:
 
 
 def test_wrong_options_in_a_stream_and_in_completions(server: ChatServer) -> None:
+    """HTTP 400, and not an event of a stream that has begun."""
     wrong = {"kv_eviction_budget": -1}
-    # vLLM validates a streamed request after the response has begun, and ends it by an error event.
-    with pytest.raises(openai.APIError, match="kv_eviction_budget is -1") as caught:
-        list(server.ask(wrong, stream=True))
-    body: Any = caught.value.body
-    assert body["code"] == 400
-    with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
-        server.client.completions.create(
-            model="tiny", prompt="a" * 200, extra_body={"vllm_xargs": wrong}
-        )
+    with pytest.raises(openai.BadRequestError, match="kv_eviction_budget is -1"):
+        server.ask(wrong, stream=True)
+    beside = "kv_eviction_budget is at the top level of the request's body: put it into vllm_xargs"
+    body: dict[str, Any] = {"model": "tiny", "stream": True}
+    for given, message in (({"vllm_xargs": wrong}, "kv_eviction_budget is -1"), (wrong, beside)):
+        with pytest.raises(openai.BadRequestError, match=message):
+            server.client.completions.create(**body, prompt="a" * 200, extra_body=given)
+        with pytest.raises(openai.BadRequestError, match=message):
+            server.client.responses.create(**body, input="a" * 200, extra_body=given)
 
 
 def test_several_choices_share_a_prompt(server: ChatServer) -> None:
@@ -284,10 +369,25 @@ def test_prompts_of_all_kinds(server: ChatServer) -> None:
     completion = server.client.completions.create(model="tiny", prompt=text, **options)
     assert completion.usage.completion_tokens == 5
     assert report_of(completion)["skip_reason"] == "text_only"
-    whole = server.ask(max_tokens=20, seed=1)
-    stream = server.ask(max_tokens=20, seed=1, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert text == whole.choices[0].message.content
+    asked: dict[str, Any] = {"max_tokens": 20, "seed": 1, "temperature": 1}
+    whole = server.ask(REPORT, **asked)
+    usage = {"stream_options": {"include_usage": True}}
+    for number, more in ((1, {}), (2, usage)):
+        chunks = list(server.ask(REPORT, **asked, n=number, stream=True, **more))
+        shown = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].index == 0]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in shown)
+        assert text == whole.choices[0].message.content
+        # The last chunk of each choice has its report, whatever other chunks come later.
+        ends = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
+        assert len(ends) == number
+        for end in ends:  # choices share blocks of the prompt
+            same = {"seconds": None, "memory": None}
+            assert replace(read_report(end), **same) == replace(read_report(whole), **same)
+        assert not any(read_report(chunk) for chunk in chunks if chunk not in ends)
+    options["max_tokens"] = 1  # its first result is its last
+    *_, last = server.client.completions.create(model="tiny", prompt=text, stream=True, **options)
+    assert read_report(last).policy == "tgv"
+    assert not any(map(read_report, server.ask(stream=True)))  # no report unless asked
 
 
 def test_responses(server: ChatServer) -> None:
@@ -303,6 +403,10 @@ def test_responses(server: ChatServer) -> None:
     assert answer.usage.output_tokens == 8
     assert report_of(answer)["blocks_after"] == 2
     assert evictions(server) - before == 1
+    *_, done = server.client.responses.create(
+        **body, max_output_tokens=8, stream=True, extra_body={"vllm_xargs": REPORT}
+    )
+    assert read_report(done.response).blocks_after == 2
     with pytest.raises(openai.BadRequestError, match="kv_eviction_budget"):
         server.client.responses.create(
             **body, extra_body={"vllm_xargs": {"kv_eviction_budget": 1.5}}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from benchmarks.bench import Bench
 from benchmarks.costs import pool_tokens
 from benchmarks.gain import full_caches
 from benchmarks.measurement import Line, Target
-from benchmarks.remote import Remote, RemoteError, TimeUpError
+from benchmarks.remote import FOLDER, Remote, RemoteError, TimeUpError
 from benchmarks.run import PARTS
 from benchmarks.scale import FULL, QUICK, SCALES, SMOKE, Scale
 from measure.smollm import find_weights
@@ -91,6 +92,7 @@ def test_smoke_run_from_start_to_end(part: str, tmp_path: Path) -> None:
     assert {line["part"] for line in result["lines"]} == {part}
     assert {line["measure"][0] for line in result["lines"]} == set(MEASURES.get(part, "j"))
     assert report.tables(result) in done.stdout
+    assert "leak" not in done.stderr  # libraries' last words stand in the engines' log
 
 
 @every_scale
@@ -199,7 +201,7 @@ def test_parts_end_and_keep_their_lines(
     assert "| a. speed, s | 1 | production 2 | production 2.000 [2.000 .. 2.000] |" in text
 
 
-def test_remote_objects_answer_fail_and_are_killed_at_the_deadline() -> None:
+def test_remote_objects_answer_fail_and_are_killed_at_the_deadline(tmp_path: Path) -> None:
     remote = Remote("event", threading.Event)
     try:
         remote.wait_until_built()
@@ -208,6 +210,10 @@ def test_remote_objects_answer_fail_and_are_killed_at_the_deadline() -> None:
             remote.ask("fail")
     finally:
         remote.close()
+    lost = Remote("lost", os.abort, log=(log := tmp_path / "log"))
+    with pytest.raises(RemoteError, match=f"lost ended with exit code -6; the end of {log}"):
+        lost.wait_until_built()
+    lost.close()
     late = Remote("late", threading.Event)
     try:
         late.wait_until_built()
@@ -225,6 +231,7 @@ def test_tables_of_the_page_are_those_of_their_records() -> None:
     assert text == report.page(text)
     marked = re.findall(r"<!-- results: (\S+)", text)
     assert sorted({*marked}) == sorted(path.name for path in report.RESULTS.glob("*.json"))
+    assert ROOT / "build" in FOLDER.parents  # other runs leave none there
 
 
 def test_costs_of_steps_are_found() -> None:

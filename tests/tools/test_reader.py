@@ -139,6 +139,11 @@ def test_clip_computes_what_the_recogniser_does() -> None:
     """With random weights, on a random page: embeddings, weighed by the neurons of their pieces,
     which the connector hands on."""
     recogniser, embeddings = fresh(50), torch.randn(50, EMBEDDING)
+    with torch.no_grad():
+        rounded = assemble.balanced(recogniser.patch_weight() / 3)
+        recogniser.patch.weight.copy_(3 * rounded)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert rounded.sum(1).abs().max() < rounded.abs().max() / 100  # a step of one value
     weights = assemble.tower_weights(recogniser, embeddings)
     tower = CLIPVisionModel(CLIPVisionConfig(**assemble.vision_config(50)))
     prefix = "vision_tower.vision_model."
@@ -235,11 +240,13 @@ def test_pages_are_filled_and_hold_the_answer(task: PageTask) -> None:
 @SMOLLM2
 @pytest.mark.engine
 @pytest.mark.slow
-def test_stock_vllm_answers_from_pages() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stock_vllm_answers_from_pages(dtype: str) -> None:
+    """Also in bfloat16, which vLLM takes where no `--dtype` is given."""
     from reader.evaluate import PageEngine
 
     folder = assemble.page_model_folder()
-    with PageEngine(folder, assemble.load_vocabulary(folder), pages=2) as engine:
+    with PageEngine(folder, assemble.load_vocabulary(folder), pages=2, dtype=dtype) as engine:
         for task in (PageTask("number", "prose"), PageTask("number", "noise", pages=2)):
             examples = [PageQuestion(task, 2000 + n).example(engine.vocabulary) for n in range(3)]
             assert sum(engine.right(examples)) >= 2

@@ -72,8 +72,9 @@ OTHERS = frozenset(
     re.findall(
         r"\w+",
         """
-        FastAPI, Starlette, httpx: add_api_route app call dependant dependencies detail headers
-        include_router json model_dump path phrase post receive routes scope state status_code url
+        FastAPI, Starlette, httpx: add_api_route api_route app call delete dependant dependencies
+        detail headers include_router json model_dump model_extra patch path phrase post receive
+        request routes scope state status_code text url vllm_xargs
         Prometheus and torch: children define elapsed_time inc load modules overloadpacket
         named_parameters parameters register_forward_pre_hook synchronize wait
         safetensors: get_tensor; pydantic: validate_python
@@ -84,7 +85,8 @@ OTHERS = frozenset(
         num_kv_shared_layers patch_size qk_nope_head_dim sliding_window spatial_merge_size
         use_sliding_window v_head_dim vision_config
         num_experts num_experts_per_tok num_local_experts n_routed_experts
-        ours, on parsed flags and on the server's state: answer eviction_cost eviction_memory
+        ours, on parsed flags and on the server's state: answer budgets eviction_cost
+        eviction_memory in_flight max_tokens methods model out questions
         flops_share gpu_memory_utilization gpus host_ms kv_eviction kv_eviction_budget
         kv_eviction_config draft load max_inter_token_ms output read_share reserve step_costs
         tensor_parallel_size trust_remote_code

@@ -13,7 +13,11 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 from vllm.renderers.hf import HfRenderer
@@ -39,6 +43,16 @@ PARAMETERS: dict[tuple[type, str], list[str]] = {
     ],
     (BaseRenderer, "render_chat"): CHAT,
     (BaseRenderer, "render_chat_async"): CHAT,
+    (BaseServing, "_check_model"): ["self", "request"],
+    (OpenAIServingChat, "chat_completion_stream_generator"): [
+        *("self", "request", "result_generator", "request_id", "model_name", "conversation"),
+        *("tokenizer", "request_metadata", "chat_template_kwargs", "mm_token_counts"),
+    ],
+    (OpenAIServingCompletion, "completion_stream_generator"): [
+        *("self", "request", "engine_inputs", "result_generator", "request_id", "created_time"),
+        *("model_name", "num_prompts", "tokenizer", "request_metadata"),
+    ],
+    (RequestOutput, "add"): ["self", "next_output", "aggregate"],
 }
 """The wrapped functions, with the parameters that the wrappers expect."""
 
@@ -54,8 +68,9 @@ def test_bindings_are_vllms() -> None:
     """A wrapper has the binding of the function it replaces: static, class method, method."""
     register()
     patches.install_request_handling()
+    patches.install_serving()
     kinds = [type(owner.__dict__[name]).__name__ for owner, name in PARAMETERS]
-    assert kinds == ["staticmethod", "classmethod", *["function"] * 4]
+    assert kinds == ["staticmethod", "classmethod", *["function"] * 8]
 
 
 def test_subclasses_do_not_bypass_the_wrappers() -> None:
@@ -97,10 +112,26 @@ def test_wrapping_twice_wraps_once() -> None:
     for _ in range(2):
         register()
         patches.install_request_handling()
+        patches.install_serving()
     for owner, name in PARAMETERS:
         assert patches.is_wrapped(owner, name)
         function = patches.function_of(owner, name)
         assert function.__wrapped__ is inspect.unwrap(function)  # type: ignore[attr-defined]
+
+
+def test_a_report_stays_where_results_are_taken_together() -> None:
+    """A choice has ended; another one goes on, or ends as well."""
+    patches.install_serving()
+
+    def result(index: int, transfer: dict[str, int] | None) -> RequestOutput:
+        choice = CompletionOutput(index, "a", [1], None, None)
+        return RequestOutput("r", None, [1], None, [choice], False, kv_transfer_params=transfer)
+
+    for following, kept in ((None, {"first": 1}), ({"second": 2}, {"second": 2})):
+        together = result(0, {"first": 1})
+        together.add(result(1, following), aggregate=False)
+        assert [choice.index for choice in together.outputs] == [0, 1]
+        assert together.kv_transfer_params == kept
 
 
 def test_the_table_lists_what_is_wrapped() -> None:

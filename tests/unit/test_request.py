@@ -240,7 +240,14 @@ def test_options_in_words() -> None:
         (SCHEDULE, "30 % of the prompt, 10 % of the prompt after 32 tokens of the answer"),
         ({"kv_eviction_max_tokens": 512}, "10 % of the prompt, then 512 to 640 tokens per head"),
     ):
-        assert str(RequestOptions.resolve(config, asked)) == text
+        options = RequestOptions.resolve(config, asked)
+        assert str(options) == options.understood == text
+    for asked, text in (
+        ({"kv_eviction_budget": 10}, "10 tokens per head; for 10 % of the prompt give 0.1"),
+        ({"kv_eviction_budget": 101}, "101 tokens per head"),
+        ({"kv_eviction": "none"}, "everything is kept"),
+    ):
+        assert RequestOptions.resolve(config, asked).understood == text
 
 
 @given(st.dictionaries(st.sampled_from(REQUEST_KEYS) | st.text() | WORDS, JSON, max_size=4))

@@ -5,7 +5,7 @@
 `{policy: snapkv, budget: 0.2}`. Every process that reads requests (API servers and engines) checks
 the file before each request, so they agree without talking to each other. A field that the file
 leaves out, or a missing file, means the value that the server was started with. The file is written
-by `PUT /kv-eviction/defaults` or by anything else, such as a mounted ConfigMap.
+by `/kv-eviction/defaults` or by anything else, such as a mounted ConfigMap.
 """
 
 from __future__ import annotations
@@ -83,6 +83,16 @@ class Defaults:
         changed = dataclasses.replace(changed, policy=policy)
         check_methods(changed)
         return changed
+
+    def read(self) -> dict[str, Any]:
+        """Return what the file sets now; nothing if there is none.
+
+        Raises:
+            EvictionConfigError: if it cannot be read.
+        """
+        assert self.config.defaults_file is not None
+        path = Path(self.config.defaults_file)
+        return dict(_read(path)) if path.exists() else {}
 
     def write(self, values: Mapping[str, Any]) -> EvictionConfig:
         """Check values and replace the file by them atomically; returns the new settings.

@@ -80,6 +80,13 @@ class RequestOptions:
             return None
         return {"schedule": written(((self.defer, self.budget), *self.later))}
 
+    @property
+    def understood(self) -> str:
+        """The options in words, for the report."""
+        if self.policy == NONE:
+            return "everything is kept"
+        return f"{self}{self.budget.doubt}"
+
     def __str__(self) -> str:
         """Return how much is kept, in words."""
         text = str(self.budget)
@@ -107,7 +114,7 @@ class RequestOptions:
             EvictionConfigError: for an unknown `kv_eviction*` key, one that begins with a misspelt
                 `kv_eviction`, a wrong value, or values that do not go together.
         """
-        given = {k: v for k, v in (extra_args or {}).items() if _is_meant_for_us(str(k))}
+        given = {k: v for k, v in (extra_args or {}).items() if is_meant_for_us(str(k))}
         refuse_removed(given, "vllm_xargs")
         if unknown := sorted(given.keys() - set(REQUEST_KEYS)):
             names = ", ".join(quoted(name, str) for name in unknown)
@@ -139,8 +146,8 @@ class RequestOptions:
         return cls(policy, *own)
 
 
-def _is_meant_for_us(key: str) -> bool:
-    """Return whether a key of `vllm_xargs` begins with `kv_eviction`, perhaps misspelt.
+def is_meant_for_us(key: str) -> bool:
+    """Return whether a key of a request begins with `kv_eviction`, perhaps misspelt.
 
     Other plugins have keys there, too, also such that begin with `kv_`. So the second word has to
     look like "eviction": one letter missing, wrong, doubled or swapped with its neighbour gives a

@@ -10,10 +10,14 @@
 | `InputProcessor.process_inputs` | a wrong `vllm_xargs` value must become HTTP 400 in the server process, and the number of protected tokens reaches the engine among them | vLLM lets plugins validate request parameters |
 | `BaseRenderer.render_chat` | only here are both messages and tokens known, so that instructions can be told from what they are about | vLLM says where each message of a prompt begins |
 | `BaseRenderer.render_chat_async` | the same, for the server | the same |
+| `BaseServing._check_model` | a stream has begun, and a new image is in the cache, when `process_inputs` is called; beside `vllm_xargs` an option would be ignored | vLLM validates parameters before it renders a prompt |
+| `OpenAIServingChat.chat_completion_stream_generator` | the events of a stream have no place for a report | they carry `kv_transfer_params` |
+| `OpenAIServingCompletion.completion_stream_generator` | the same | the same |
+| `RequestOutput.add` | of several choices' results that a stream takes together, the last one's `kv_transfer_params` replace a report, also by None | it keeps them |
 | `rejection_sampler.expand_batch_to_tokens` (replaced by a function of `worker/cpu.py`) | on CPU it loses numbers that are not int64, among them the temperatures and top k of requests with drafts | vLLM's `_expand_kernel_impl` returns them, which a test in `tests/unit/test_patches.py` notices |
 
 The first three are wrapped when the plugin loads, and pass everything through unless eviction is
-switched on. The others are wrapped when it is, the last one in the processes of CPU workers. `tests/unit/test_patches.py` fails when one of them
+switched on. The others are wrapped when it is, the four before the last one in servers only, that one in the processes of CPU workers. `tests/unit/test_patches.py` fails when one of them
 changes its signature.
 """  # noqa: E501
 
@@ -27,6 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -35,7 +40,12 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_tgvkv.config.defaults import Defaults
-from vllm_tgvkv.config.request import PROTECT, PROTECTED_TOKENS, RequestOptions
+from vllm_tgvkv.config.request import (
+    PROTECT,
+    PROTECTED_TOKENS,
+    RequestOptions,
+    is_meant_for_us,
+)
 from vllm_tgvkv.config.server import (
     CONFIG_KEY,
     NONE,
@@ -57,6 +67,8 @@ from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+    from vllm.outputs import RequestOutput
     from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
@@ -103,6 +115,21 @@ def install_request_handling() -> None:
     _wrap(InputProcessor, "process_inputs", _process_request)
     _wrap(BaseRenderer, "render_chat", _render_chat)
     _wrap(BaseRenderer, "render_chat_async", _render_chat_async)
+
+
+def install_serving() -> None:
+    """Wrap what requests and streams go through in a server; a second call changes nothing."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+    from vllm.outputs import RequestOutput
+
+    from vllm_tgvkv.server.streams import with_reports
+
+    _wrap(BaseServing, "_check_model", _check_request)
+    _wrap(OpenAIServingChat, "chat_completion_stream_generator", with_reports)
+    _wrap(OpenAIServingCompletion, "completion_stream_generator", with_reports)
+    _wrap(RequestOutput, "add", _add_result)
 
 
 def install_metrics() -> None:
@@ -299,14 +326,23 @@ def _configure_engine(
     *args: Any,
     **kwargs: Any,
 ) -> VllmConfig:
+    serves = usage_context is UsageContext.OPENAI_API_SERVER
     try:
-        return _evicting_config(original, engine_args, usage_context, *args, **kwargs)
+        vllm_config = _evicting_config(original, engine_args, usage_context, *args, **kwargs)
     except EvictionConfigError as error:
-        if usage_context is not UsageContext.OPENAI_API_SERVER:
+        if not serves:
             raise
         # The log shows what this process has done so far; a traceback would hide the reason.
         print(f"vllm serve: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    if serves and config_of(vllm_config).active:
+        install_serving()
+        if envs.VLLM_PLUGINS is None:
+            logger.warning(
+                "Without the routes below /kv-eviction and the inspector: to have them, start the "
+                "server with VLLM_PLUGINS=tgvkv, and with the names of other plugins that it needs"
+            )
+    return vllm_config
 
 
 def _evicting_config(
@@ -348,35 +384,66 @@ def _process_request(
     *args: Any,
     **kwargs: Any,
 ) -> EngineCoreRequest:
-    # Read once: checking the settings takes too long to do for every request.
-    if processor not in _defaults:
-        _defaults[processor] = Defaults(config_of(processor.vllm_config))
-    defaults = _defaults[processor]
-    is_checked = defaults.config.active and isinstance(params, SamplingParams)
-    given = (params.extra_args or {}) if is_checked else {}
-    if not isinstance(transfer := given.get(_TRANSFER), dict | None):
-        # It may come in `vllm_xargs`; a connector of vLLM would end the engine.
-        message = f"{_TRANSFER} must be an object, got {transfer!r}"
-        raise VLLMValidationError(message, parameter=_TRANSFER)
-    if is_checked:
-        try:
-            block_size = processor.vllm_config.cache_config.block_size
-            RequestOptions.resolve(defaults.current(), given, block_size)
-        except EvictionConfigError as error:
-            raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
+    defaults = _defaults_of(processor)
+    if not (defaults.config.active and isinstance(params, SamplingParams)):
+        return original(processor, request_id, prompt, params, *args, **kwargs)
+    given = params.extra_args or {}
+    _refuse_wrong_options(processor, given)
     # A refused request has cached no image yet, which the engine would miss in the next one.
     request = original(processor, request_id, prompt, params, *args, **kwargs)
-    if is_checked and params.n > 1 and _TRANSFER in given:
+    if params.n > 1 and _TRANSFER in given:
         # Several answers to a prompt would begin with the same tokens, and the first one that has
         # read the blocks gives them back.
         assert request.sampling_params is not None
         given = {name: value for name, value in given.items() if name != _TRANSFER}
         request.sampling_params.extra_args = given
     is_wanted = given.get(PROTECT, defaults.config.protect) == "system"
-    if is_checked and is_wanted and isinstance(prompt, dict) and PROTECTED_TOKENS in prompt:
+    if is_wanted and isinstance(prompt, dict) and PROTECTED_TOKENS in prompt:
         assert request.sampling_params is not None
         request.sampling_params.extra_args = {PROTECTED_TOKENS: prompt[PROTECTED_TOKENS], **given}
     return request
+
+
+async def _check_request(original: Callable[..., Any], serving: BaseServing, request: Any) -> Any:
+    """Refuse wrong options, and those beside `vllm_xargs`, before a prompt is rendered."""
+    error = await original(serving, request)
+    processor = getattr(serving, "input_processor", None)
+    if error is None and processor is not None and _defaults_of(processor).config.active:
+        for key in filter(is_meant_for_us, getattr(request, "model_extra", None) or ()):
+            message = f"{key} is at the top level of the request's body: put it into vllm_xargs"
+            raise VLLMValidationError(message, parameter=key)
+        _refuse_wrong_options(processor, getattr(request, "vllm_xargs", None) or {})
+    return error
+
+
+def _add_result(
+    original: Callable[..., None], result: RequestOutput, following: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Keep the report of a choice that has ended before the following result's."""
+    transfer = result.kv_transfer_params
+    original(result, following, *args, **kwargs)
+    if result.kv_transfer_params is None:
+        result.kv_transfer_params = transfer
+
+
+def _defaults_of(processor: InputProcessor) -> Defaults:
+    # Read once: checking the settings takes too long to do for every request.
+    if processor not in _defaults:
+        _defaults[processor] = Defaults(config_of(processor.vllm_config))
+    return _defaults[processor]
+
+
+def _refuse_wrong_options(processor: InputProcessor, given: Mapping[str, Any]) -> None:
+    """Raise `VLLMValidationError` if a request's options are wrong."""
+    if not isinstance(transfer := given.get(_TRANSFER), dict | None):
+        # It may come in `vllm_xargs`; a connector of vLLM would end the engine.
+        message = f"{_TRANSFER} must be an object, got {transfer!r}"
+        raise VLLMValidationError(message, parameter=_TRANSFER)
+    try:
+        block_size = processor.vllm_config.cache_config.block_size
+        RequestOptions.resolve(_defaults_of(processor).current(), given, block_size)
+    except EvictionConfigError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
 
 
 def _render_chat(

@@ -21,7 +21,7 @@ from vllm_tgvkv.fleet.gpus import GPUS, Gpu, parse_gpu
 from vllm_tgvkv.fleet.mix import Mix, parse_mix
 from vllm_tgvkv.fleet.model import Model, read_model
 from vllm_tgvkv.fleet.report import Plan, lines
-from vllm_tgvkv.gain import count
+from vllm_tgvkv.gain import cannot_build, count
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError, choose
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given = {"block_size": options.block_size, "max_model_len": options.max_model_len}
             model = read_model(options.model, **given)
         except Exception as error:  # whatever vLLM raises for a model that it cannot build here
-            print(f"vLLM cannot build {options.model} here: {error}", file=sys.stderr)
+            print(cannot_build(options.model, error), file=sys.stderr)
             return 1
         _check_context(mix, model)
         stock, evicting = _servers(options, gpu, model, costs)

@@ -63,6 +63,7 @@ class Records:
             when=options.when,
             decode=options.decode,
             protected_tokens=min(options.protected, request.num_prompt_tokens),
+            understood=options.understood,
         )
 
     def close_report(self, request_id: str) -> dict[str, Any] | None:

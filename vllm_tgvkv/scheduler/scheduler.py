@@ -173,6 +173,8 @@ class EvictionScheduler(Scheduler):
             self.manager.block_pool.num_gpu_blocks - 1,  # without the null block
             self.pages_per_block,
         )
+        if budget.doubt:
+            logger.warning("KV eviction: budget %s is %s%s", budget.value, budget, budget.doubt)
 
     @property
     def pages_per_block(self) -> int:

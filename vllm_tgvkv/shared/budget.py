@@ -151,6 +151,13 @@ class Budget:
             return f"auto:{self.share},min={self.least},max={self.fraction}"
         return self.tokens if self.tokens is not None else self.fraction or 0
 
+    @property
+    def doubt(self) -> str:
+        """What may have been meant by so few tokens; empty for other budgets."""
+        if self.tokens is None or self.tokens > 100:
+            return ""
+        return f"; for {self.tokens} % of the prompt give {self.tokens / 100:g}"
+
     def __str__(self) -> str:
         if self.share is not None:
             return (

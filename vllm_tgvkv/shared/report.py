@@ -105,6 +105,8 @@ class EvictionReport:
     """Part of `blocks_after` that holds a sketch of the prompt's keys, for recall."""
     recalls: list[RecallReport] = field(default_factory=list)
     """All choices, in order; those that a preemption undid as well."""
+    understood: str = ""
+    """How much is kept, in words, as the options were read."""
 
     def add_cut(self, cut: CutReport) -> None:
         """Add a cut; if it is at a known token, a preemption undid those from this token on."""

@@ -7,6 +7,8 @@ Large Vision-Language Model Inference", 2025.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ class EliteScore(Score):
 
     rows = "after_vision"
     cuts_again = False
+    threshold: ClassVar[float] = ELITE
 
     def __call__(self, view: LayerView) -> Tensor:
         attention, is_vision = view.attention, view.prompt.is_vision
@@ -40,7 +43,7 @@ class EliteScore(Score):
         last[:, -1] = 1
         votes = attention.renormalised_column_sums(instruction[None], last, last_row_only=True)
         votes = votes.index_select(-1, rows)  # [S, O]
-        elite = votes >= ELITE * votes.amax(dim=-1, keepdim=True)
+        elite = votes >= self.threshold * votes.amax(dim=-1, keepdim=True)
         seen = is_vision.expand(view.num_sets, -1).index_copy(
             1, rows, elite | is_vision.index_select(0, rows)
         )

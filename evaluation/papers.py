@@ -8,16 +8,32 @@ Count" (2605.09649, DBTrimKV) and RetentiveKV (2605.04075).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
 
 from evaluation import pages, texts
-from evaluation.arms import AIRCACHE, FULL, STATES, Arm, arm, crossed
+from evaluation.arms import AIRCACHE, FULL, RANDOM, STATES, Arm, Pair, arm, crossed, paired
+from evaluation.attention import (
+    STATISTICS,
+    AttentionReader,
+    Curves,
+    Measured,
+    Values,
+    read_measured,
+    summarise,
+)
 from evaluation.field import Field
 from evaluation.parts import Cells, Part, Task
+from evaluation.results import PartResult, read_part
+from evaluation.texts import number
+from measure.text_tasks import TextQuestion, TextTask
+from reader.tasks import PageQuestion
 
 NUMBERS = pages.NUMBERS[:2]
 """A number on a page of prose, and on one of noise."""
+LENGTHS = tuple(number("prose", tokens, keys=4) for tokens in (512, 1024, 2048))
 
 
 @dataclass(frozen=True)
@@ -27,34 +43,302 @@ class Claim:
     text: str
     printed: str = ""
     """The paper's figures."""
-    pair: tuple[Arm, ...] = ()
+    pair: Pair | None = None
     """Arms of which the first is to keep more answers."""
-    value: str = ""
-    """Name of a number of each prompt; see `attention`."""
+    number: str = ""
+    """Name of a number of each prompt in `attention`."""
     near: float | None = None
     """The number is to be this near to 0, in place of above it."""
     judged: bool = True
     """False for a figure that only stands beside the paper's."""
+    percent: bool = True
+    """Whether the number is a share."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One of a paper's tables or figures."""
+    """Tables or figures of a paper: questions to arms, or a statistic of attention."""
 
     title: str
     text: str
     claims: Sequence[Claim]
     field: Field | None = None
-    """Where questions are asked; None for a statistic of attention."""
+    """Where questions are asked; None for a statistic."""
     cells: Sequence[Cells] = ()
     counts_all: bool = False
     tasks: Sequence[Task] = ()
     """Prompts of a statistic."""
-    prompts: int = 0
-    """Of each task."""
+    prompts: int = 8
+    """Of each of these tasks."""
+    grows: str = ""
+    """Number of a prompt whose growth from the first task to the last is the number `grows`."""
 
     @property
     def part(self) -> Part:
         """Return what is asked."""
-        pairs = [claim.pair for claim in self.claims]
-        return Part(self.title, self.text, self.cells, pairs, self.counts_all, True)
+        pairs = [claim.pair for claim in self.claims if claim.pair]
+        return Part(self.title, self.text, self.cells, pairs, self.counts_all, has_picture=True)
+
+
+_BUDGETS = (0.95, 0.9, 0.5, 0.05)
+_VISION, _TEXT = (crossed((name,), _BUDGETS) for name in RANDOM)
+_AIRCACHE = arm("aircache", 0.2)
+_SHARES = {name: f"aircache_budget_{name}" for name in ("uniform", "pyramid")}
+_SHARES |= {n: f"aircache_budget_aircache_{n}" for n in ("strength", "skewness")}
+
+
+def _loses(text: str, printed: str, mix: str) -> Claim:
+    return Claim(text, printed, (_AIRCACHE, arm(mix, 0.2)))
+
+
+def _gated(name: str, budget: float) -> Arm:
+    return arm(name, budget, texts.FOLDERS["dbtrimkv"])
+
+
+def _state(**options: Any) -> Arm:
+    return arm(STATES, 0.2, **options)
+
+
+_STATE = _state(mix=1, fade=0, gate=0)
+_OTHER_STATES = {
+    "always read": _state(mix=1, fade=0),
+    "unified": _state(mix=1, fade=0, gate=0, dual=False),
+    "none": _state(mix=1, weight=0),
+    "entropy": _state(mix=0.9, fade=0, gate=0),
+}
+_AHEAD = ("dbtrimkv", "dbtrimkv_next", "dbtrimkv_five")
+
+EXPERIMENTS = {
+    "modalities": Experiment(
+        "TGV-KV: random eviction by modality",
+        "Random tokens go, text first (`random_text`), vision first (`random_vision`) or from both "
+        "alike. A page is 1,024 of about 1,120 tokens, so at 90 % nearly all text is gone, but "
+        "for the first four tokens and the last block.",
+        [
+            Claim(
+                f"evicting vision first keeps more than text first, {budget:.0%} kept",
+                "10.0 : 0.2 of 18 (ChartQA), 31.0 : 4.4 of 47.9 (TextVQA)" if budget < 0.1 else "",
+                pair,
+            )
+            for budget, pair in zip(_BUDGETS, paired(_VISION, _TEXT), strict=True)
+        ],
+        pages.FIELD,
+        (Cells(NUMBERS, (*crossed(("random",), _BUDGETS), *_VISION, *_TEXT), 14),),
+    ),
+    "sparsity": Experiment(
+        "VL-Cache: sparsity by layer",
+        "Share of attention below 1 % of its row's maximum: rows of the prompt, of the question "
+        "after the page, and of decoding (figure 2).",
+        [
+            Claim("the first two layers are denser than the others", number="first"),
+            Claim(
+                "decoding follows prefill over the layers",
+                "r = 0.695",
+                number="follows",
+                percent=False,
+            ),
+            Claim("in decoding the second layer is much sparser", number="second"),
+            Claim(
+                "the question's rows tell decoding's sparsity better than all rows",
+                number="question",
+                percent=False,
+            ),
+            Claim("sparsity of the densest layer in prefill", "70 %", number="least", judged=False),
+            Claim("of the sparsest", "99 %", number="most", judged=False),
+        ],
+        tasks=NUMBERS,
+    ),
+    "hits": Experiment(
+        "VL-Cache: cache hit rate",
+        "Of the tenth of the keys that the first decoding row sees most, the share that is among "
+        "the tenth chosen by other rows' sums, for each query head (figure 3).",
+        [
+            Claim("rows after vision hit more than all rows", number="question-all"),
+            Claim("and more than a window (32 rows)", number="question-window"),
+            Claim("the window hits more than all rows", number="window-all"),
+        ],
+        tasks=NUMBERS,
+    ),
+    "coverage": Experiment(
+        "VL-Cache: contribution and coverage",
+        "Vision's share of decoding's attention to the prompt, above 1 % of the maximum "
+        "(contribution), and among the best tenth of the keys (coverage; figures 8 and 9).",
+        [
+            Claim("in the first layer vision has more than half", number="first"),
+            Claim("from the third layer on language has more than half", number="later"),
+            Claim(
+                "in the middle third of the layers coverage of vision exceeds its contribution",
+                number="middle",
+            ),
+        ],
+        tasks=NUMBERS,
+    ),
+    "aircache": Experiment(
+        "AirCache: tables 5, 6, 11 and 12",
+        "One part replaced at 20 % of the prompt, which is a tenth of the vision tokens beside "
+        "the text. `vision_rows` has all vision rows in place of the last 32; `merged` merges all "
+        "that is dropped. The paper's figures are means of four benchmarks at 1 % of vision "
+        "(TextVQA alone in table 12); its table 6 is not in our text.",
+        [
+            _loses("elite above the last 16 rows", "69.8 : 61.1", "aircache_window_16"),
+            _loses("above the last 32", "69.8 : 63.3", "aircache_window_32"),
+            _loses("above all text", "69.8 : 63.3", "aircache_all_text"),
+            _loses("above vision rows", "69.8 : 59.2", "aircache_vision_rows"),
+            _loses("its layer budget above equal ones", "69.8 : 65.5", _SHARES["uniform"]),
+            _loses("above a pyramid", "69.8 : 58.2", _SHARES["pyramid"]),
+            _loses("above strength alone", "69.8 : 67.5", _SHARES["strength"]),
+            _loses("above skewness alone", "69.8 : 67.9", _SHARES["skewness"]),
+            _loses("vision only above both modalities", "", "aircache_unified"),
+            _loses("dropping above merging", "69.8 : 63.8", "aircache_merged"),
+            *(
+                _loses(
+                    f"a threshold of 0.9 above {percent / 100}",
+                    f"67.1 : {there}",
+                    f"aircache_elite_{percent}",
+                )
+                for percent, there in ((99, "65.5"), (80, "65.2"), (60, "61.2"))
+            ),
+        ],
+        pages.FIELD,
+        (Cells(NUMBERS, crossed(("aircache", *AIRCACHE, *_SHARES.values()), (0.2,)), 14),),
+    ),
+    "budgets": Experiment(
+        "AirCache: table 13, budgets against equal ones",
+        "Jensen-Shannon divergence, between 0 and 1, of layer budgets. The table's figures are not "
+        "in our text; it calls those to equal budgets small.",
+        [
+            Claim("strength to equal budgets", number="strength", near=0.1, percent=False),
+            Claim("skewness to equal budgets", number="skewness", near=0.1, percent=False),
+            Claim("both to equal budgets", number="both", near=0.1, percent=False),
+            Claim("strength to skewness", number="between", judged=False, percent=False),
+        ],
+        tasks=NUMBERS,
+    ),
+    "dilution": Experiment(
+        "DBTrimKV: dilution",
+        "Share of the answer's attention that does not go to the sentence with the answer, one of "
+        "four in prose, and what is left of it when gates trained here keep 20 % (section 3.1).",
+        [
+            Claim("dilution at 2,048 tokens less that at 512", number="grows"),
+            Claim(
+                "gates keep more of the attention to useful tokens than to others", number="rates"
+            ),
+            Claim("dilution falls with them", number="falls"),
+        ],
+        tasks=LENGTHS,
+        grows="dilution",
+    ),
+    "lengths": Experiment(
+        "DBTrimKV: figure 1, answers by length",
+        "The same questions, wrong ones included; the full cache is `none`.",
+        [
+            Claim(f"{budget:.0%} above the full cache", "", (_gated("dbtrimkv", budget), FULL))
+            for budget in (0.5, 0.2)
+        ],
+        texts.FIELD,
+        (Cells(LENGTHS, (_gated("dbtrimkv", 0.5), _gated("dbtrimkv", 0.2)), 16),),
+        counts_all=True,
+    ),
+    "survival": Experiment(
+        "DBTrimKV: figures 2 and 9, survival",
+        "Share of tokens that some row still selects so many tokens later. Prompts have 1,024 to "
+        "1,124 tokens, a sixteenth of the paper's; K and horizons are as much smaller.",
+        [
+            Claim("a minority survives a quarter of the prompt, by the best 16", number="dies"),
+            Claim("that share", "13.8 % (one head)", number="survives", judged=False),
+            Claim("99 % of the mass select more", number="mass"),
+            Claim("that share", "40 % (one head)", number="of mass", judged=False),
+            Claim(
+                "vision fades like text (to 10 points, after 32 tokens)", number="kinds", near=0.1
+            ),
+            Claim("heads differ: 90th less 10th percentile", number="heads", judged=False),
+        ],
+        tasks=(*NUMBERS, TextTask("number", "prose", 1024)),
+        prompts=4,
+    ),
+    "lookahead": Experiment(
+        "DBTrimKV: table 8, tokens to come",
+        "The retention over the next two tokens, one (`dbtrimkv_next`) or five, with gates trained "
+        "here. The paper's figures are at 256 and 1,024 tokens a head and, for five, at 64.",
+        [
+            Claim(text, printed, (_gated(first, budget), _gated(second, budget)))
+            for text, printed, first, second, budget in (
+                ("two above one at 20 %", "52.6 : 50.7", *_AHEAD[:2], 0.2),
+                ("two above one at 10 %", "51.6 : 49.3", *_AHEAD[:2], 0.1),
+                ("two above five at 20 %", "52.6 : 46.1", *_AHEAD[::2], 0.2),
+                ("five above two at 5 %", "38.5 : 33.9", *_AHEAD[::-2], 0.05),
+            )
+        ],
+        texts.FIELD,
+        (
+            Cells(
+                (number("prose", 1024),),
+                tuple(_gated(name, budget) for name in _AHEAD for budget in texts.BUDGETS),
+                28,
+            ),
+        ),
+    ),
+    "retentive": Experiment(
+        "RetentiveKV: ablations",
+        "Emulated as [in pages](../pages/README.md#retentivekvs-states), at 20 %: states of vision "
+        "and text that a query reads if its cosine is above 0 (`gate=0`), and lambda 1 "
+        "(`mix=1`), where entropy has no part.",
+        [
+            Claim(
+                "retrieval by the query helps",
+                "4.6 to 5.4 %",
+                (_STATE, _OTHER_STATES["always read"]),
+            ),
+            Claim("two states above one", "3.1 %", (_STATE, _OTHER_STATES["unified"])),
+            Claim(
+                "entropy in the score helps (lambda 0.9 above 1)",
+                "2.9 to 4.6 %",
+                (_OTHER_STATES["entropy"], _STATE),
+            ),
+            Claim("states above nothing in their place", "", (_STATE, _OTHER_STATES["none"])),
+        ],
+        pages.FIELD,
+        (Cells(NUMBERS, (_STATE, *_OTHER_STATES.values()), 14),),
+    ),
+}
+"""By the name on the command line, in the order of the page."""
+
+
+def measure(
+    names: Sequence[str], facts: dict[str, Any], prompts: int | None, first: int
+) -> dict[str, Measured]:
+    """Return the results of statistics. Each prompt is read once for all that ask for it."""
+    chosen = {name: EXPERIMENTS[name] for name in names}
+    work = dict.fromkeys(
+        (task, first + number)
+        for each in chosen.values()
+        for task in each.tasks
+        for number in range(min(each.prompts, prompts or each.prompts))
+    )
+    reader = AttentionReader(any(STATISTICS[name].needs_gates for name in names))
+    found: dict[str, dict[tuple[Task, int], tuple[Curves, Values]]] = {name: {} for name in names}
+    for task, place in tqdm(work, unit="prompt", leave=False):
+        asking = {
+            name: STATISTICS[name]
+            for name, each in chosen.items()
+            if task in each.tasks and place - first < each.prompts
+        }
+        question = (TextQuestion if isinstance(task, TextTask) else PageQuestion)(task, place)
+        for name, measured in reader.measure(question, asking).items():
+            found[name][task, place] = measured
+    for name, each in chosen.items():
+        if each.grows:
+            shortest, *_, longest = each.tasks
+            for (task, place), (_, values) in found[name].items():
+                if task == longest:
+                    before = found[name][shortest, place][1]
+                    values["grows"] = values[each.grows] - before[each.grows]
+    return {name: summarise(facts, list(each.values())) for name, each in found.items()}
+
+
+Result = PartResult | Measured
+
+
+def read_result(part: dict[str, Any]) -> Result:
+    """Return an experiment's results as the file has them."""
+    return read_part(part) if "cells" in part else read_measured(part)

@@ -165,13 +165,16 @@ def _run_papers(options: argparse.Namespace, command: str) -> None:
     _check("--parts", names, papers.EXPERIMENTS)
     chosen = {name: each for name, each in papers.EXPERIMENTS.items() if name in names}
     asked = {
-        field: {n: e.part.limited(options.questions) for n, e in chosen.items() if e.field == field}
-        for field in FIELDS.values()
+        name: {n: e.part.limited(options.questions) for n, e in chosen.items() if e.field == field}
+        for name, field in FIELDS.items()
     }
     measured = [name for name, each in chosen.items() if each.field is None]
-    for field, parts in asked.items():
+    for name, parts in asked.items():
         if parts:
-            print("\n".join(plan(field, parts)), flush=True)
+            print("\n".join(plan(FIELDS[name], parts)), flush=True)
+    for name in measured:
+        title, number = chosen[name].title, chosen[name].limited(options.questions)
+        print(f"{name}: {title}, {number * len(chosen[name].tasks)} prompts")
     if options.plan:
         return
     if find_weights() is None:
@@ -188,7 +191,7 @@ def _run_papers(options: argparse.Namespace, command: str) -> None:
         facts = pages.FIELD.facts(command, options.questions, first)
         for name, result in papers.measure(measured, facts, options.questions, first).items():
             write(name, result)
-    for field, parts in asked.items():
+    for field, parts in ((FIELDS[name], parts) for name, parts in asked.items()):
         with AnswerLog(BUILD / "answers" / field.name, field.fingerprint, options.fresh) as log:
             facts = field.facts(command, options.questions, first)
             for name, answered in Run(field, parts, log, first).results(facts):

@@ -465,7 +465,10 @@ class AttentionReader:
         """
         self._gates: Mapping[int, LayerGate] = {}
         if with_gates:
-            gates = Gates.read(str(ROOT / FOLDERS["dbtrimkv"]), "the folder of DBTrimKV's gates")
+            gates = Gates.read(
+                str(ROOT / FOLDERS["dbtrimkv"]),
+                "the folder of DBTrimKV's gates, which docs/gates.md trains,",
+            )
             heads, cpu = slice(gates.kv_heads), torch.device("cpu")
             self._gates = gates.load(gates.layers, heads, torch.float32, cpu)
         folder = page_model_folder(MODELS)

@@ -79,6 +79,10 @@ class Experiment:
         pairs = [claim.pair for claim in self.claims if claim.pair]
         return Part(self.title, self.text, self.cells, pairs, self.counts_all, has_picture=True)
 
+    def limited(self, prompts: int | None) -> int:
+        """Return the prompts of each task, at most a given number."""
+        return min(self.prompts, prompts or self.prompts)
+
 
 _BUDGETS = (0.95, 0.9, 0.5, 0.05)
 _VISION, _TEXT = (crossed((name,), _BUDGETS) for name in RANDOM)
@@ -313,7 +317,7 @@ def measure(
         (task, first + number)
         for each in chosen.values()
         for task in each.tasks
-        for number in range(min(each.prompts, prompts or each.prompts))
+        for number in range(each.limited(prompts))
     )
     reader = AttentionReader(any(STATISTICS[name].needs_gates for name in names))
     found: dict[str, dict[tuple[Task, int], tuple[Curves, Values]]] = {name: {} for name in names}

@@ -48,7 +48,7 @@ def verdict(claim: Claim, here: Estimate, p: float | None = None) -> str:
     if claim.near is not None:
         if max(abs(low), abs(high)) <= claim.near:
             return "agrees"
-        return "opposite" if min(high, -low) < -claim.near else "not told apart"
+        return "**opposite**" if min(high, -low) < -claim.near else "not told apart"
     told = p < LEVEL if p is not None else low > 0 or high < 0
     if not told:
         return "not told apart"

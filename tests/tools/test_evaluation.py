@@ -347,9 +347,8 @@ def test_what_a_difference_says_of_a_claim(
 
 
 def test_the_page_of_papers_has_what_was_measured(tmp_path: Path) -> None:
-    """Every number that a claim names is measured; growth is from the first task to the last."""
     facts = {**FACTS, "versions": {"torch": "2"}, "machine": {"cpu": "x"}}
-    prompts = [({("hit rate", name, x): x / 9 for x in range(3)}, {}) for name in ("a", "b")]
+    prompts = [({("hit rate", name, x): x / 8 for x in range(3)}, {}) for name in ("a", "b")]
     values = {each.number: 0.25 for each in papers.EXPERIMENTS["hits"].claims}
     found = attention.summarise(facts, [(curves, dict(values)) for curves, _ in prompts])
     results.write({"hits": found}, tmp_path)
@@ -358,6 +357,40 @@ def test_the_page_of_papers_has_what_was_measured(tmp_path: Path) -> None:
     page = (tmp_path / "README.md").read_text()
     assert "| rows after vision hit more than all rows |  | +25 [+25, +25] | 2 | agrees |" in page
     assert (tmp_path / "hits.png").stat().st_size > 5000
+
+
+def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each for all statistics that ask for it; growth is from the first task to the last."""
+    read = []
+
+    class FakeReader:
+        def __init__(self, with_gates: bool) -> None:
+            assert with_gates
+
+        def measure(self, question: Any, asking: dict[str, Any]) -> dict[str, Any]:
+            read.append((question.task.name, question.number, tuple(asking)))
+            tokens = {"dilution": question.task.tokens + question.number, "hits": 1.0}
+            return {name: ({}, {name: float(tokens[name])}) for name in asking}
+
+    tasks = papers.LENGTHS
+    both = {
+        "hits": replace(papers.EXPERIMENTS["hits"], tasks=tasks[:1], prompts=1),
+        "dilution": replace(papers.EXPERIMENTS["dilution"], prompts=2),
+    }
+    monkeypatch.setattr(papers, "EXPERIMENTS", both)
+    monkeypatch.setattr(papers, "AttentionReader", FakeReader)
+    found = papers.measure(("hits", "dilution"), FACTS, 5, 500)
+    assert sorted(read, key=str) == sorted(
+        (
+            (task.name, number, ("hits", "dilution")[task != tasks[0] or number > 500 :])
+            for task in tasks
+            for number in (500, 501)
+        ),
+        key=str,
+    )
+    numbers = {each.name: each for each in found["dilution"].numbers}
+    assert (numbers["grows"].mean.mean, numbers["grows"].prompts) == (2048 - 512, 2)
+    assert (numbers["dilution"].prompts, found["hits"].numbers[0].prompts) == (6, 1)
 
 
 def test_the_published_page_of_papers_follows_from_its_results(tmp_path: Path) -> None:
@@ -932,7 +965,6 @@ def test_statistics_on_the_real_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command reads one prompt for two statistics; gates that are missing are named."""
-    monkeypatch.setattr(papers, "NUMBERS", papers.NUMBERS[1:])
     short = {
         name: replace(papers.EXPERIMENTS[name], tasks=papers.NUMBERS[1:], prompts=1)
         for name in ("sparsity", "hits")

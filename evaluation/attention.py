@@ -2,9 +2,9 @@
 """Statistics of attention that the papers print, over prompts that SmolLM2 reads in transformers.
 
 The right answer stands behind each prompt, so that one pass has the rows of prefill and decoding.
-A is the softmax of one layer, `[Q, n, n]` of Q query heads and n tokens, the first m of the prompt.
-A statistic takes it layer by layer, and makes points of curves and numbers of a prompt from what
-it got of all layers. `docs/evaluation/papers` has the papers; `evaluation.papers` what they claim.
+A is the attention of one layer, `[Q, n, n]` of Q query heads and n tokens, of which m are the
+prompt. A statistic sees A layer by layer; of what it took from all layers it makes points of curves
+and numbers of the prompt. Papers and their claims are in `evaluation.papers`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def hits(scores: Tensor, wanted: Tensor, number: int) -> Tensor:
 
 def _hits(attention: Tensor, reading: Reading) -> Layer:
     m = reading.prompt_tokens
-    rows = {
+    rows: dict[str, slice | Tensor] = {
         "all rows": slice(m),
         f"last {WINDOW} rows": slice(m - WINDOW, m),
         "rows after vision": reading.question,
@@ -271,9 +271,9 @@ def kept_by_gates(log_betas: Tensor, prompt_tokens: int, share: float) -> Tensor
 
     The score is beta^age + beta^(age + 1), equation 9 with two tokens to come. The answer stays.
     """
-    betas = log_betas[..., :prompt_tokens].double()
+    of_prompt = log_betas[..., :prompt_tokens].double()
     ages = torch.arange(prompt_tokens, 0, -1)
-    scores = torch.logaddexp(ages * betas, (ages + 1) * betas)
+    scores = torch.logaddexp(ages * of_prompt, (ages + 1) * of_prompt)
     least = scores.flatten().topk(int(share * scores.numel())).values[-1]
     kept = torch.ones_like(log_betas, dtype=torch.bool)
     kept[..., :prompt_tokens] = scores >= least

@@ -36,7 +36,7 @@ SPEED = """\
 VL-Cache's table 3 and AirCache's tables 3 and 9 vary batch and prompt length on A100s. One cell was
 measured on a CPU ([line b](../../benchmarks.md#costs-and-gains)): at 10 % a batch of 8 prompts of
 16k tokens decodes 7.43 [7.22, 7.93] times as fast as stock (VL-Cache 3.0 to 5.6 at 16 prompts of 2k
-and 8k; AirCache 1.9 at 8 of 16k). An eviction takes 2 to 3 % of the prefill of 8k tokens (line c);
+and 8k; AirCache 2.1 at 8 of 16k). An eviction takes 2 to 3 % of the prefill of 8k tokens (line c);
 VL-Cache 1 to 6 %, AirCache 4 to 13 %. The whole grid needs a GPU."""
 
 

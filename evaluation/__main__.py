@@ -189,7 +189,8 @@ def _run_papers(options: argparse.Namespace, command: str) -> None:
 
     if measured:
         facts = pages.FIELD.facts(command, options.questions, first)
-        for name, result in papers.measure(measured, facts, options.questions, first).items():
+        given = (measured, facts, options.questions, first, BUILD / PAPERS)
+        for name, result in papers.measure(*given).items():
             write(name, result)
     for field, parts in ((FIELDS[name], parts) for name, parts in asked.items()):
         with AnswerLog(BUILD / "answers" / field.name, field.fingerprint, options.fresh) as log:

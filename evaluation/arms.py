@@ -235,7 +235,7 @@ def gates_digest(folder: str) -> str:
     Raises:
         EvictionConfigError: if there are no gates.
     """
-    gates = Gates.read(str(ROOT / folder), "the folder of an arm's gates")
+    gates = Gates.read(str(ROOT / folder), "the folder of gates, which docs/gates.md trains,")
     files = [Path(gates.folder, "config.json"), Path(gates.folder, gates.file)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 

@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evaluation.arms import ROOT
 from evaluation.engine import MODELS, TextWriter, turns
-from evaluation.texts import FOLDERS
 from measure.statistics import Estimate, bootstrap
 from reader.assemble import load_vocabulary, page_model_folder
 from reader.tasks import PageQuestion
@@ -67,6 +66,8 @@ Layer = dict[str, Tensor]
 Curves = dict[tuple[str, str, float], float]
 """By panel, curve and place on the x axis."""
 Values = dict[str, float]
+Prompted = tuple[Curves, Values]
+"""What a statistic says of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Statistic:
     """What is taken from A of a layer, and what a prompt has by all layers' parts, stacked."""
 
     of_layer: Callable[[Tensor, Reading], Layer]
-    of_prompt: Callable[[Layer, Reading], tuple[Curves, Values]]
+    of_prompt: Callable[[Layer, Reading], Prompted]
     axis: str = "layer"
     """Label of x."""
     needs_gates: bool = False
@@ -249,7 +250,8 @@ def _strength_values(layers: Layer, reading: Reading) -> tuple[Curves, Values]:
 
 
 def _useful(attention: Tensor, reading: Reading) -> Layer:
-    return {"rows": attention[:, reading.prompt_tokens :]}
+    # A copy: a part of A would keep the whole of every layer.
+    return {"rows": attention[:, reading.prompt_tokens :].clone()}
 
 
 def dilution(rows: Tensor, kept: Tensor, is_useful: Tensor) -> Tensor:
@@ -424,7 +426,7 @@ class Measured:
     numbers: list[Number]
 
 
-def summarise(facts: dict[str, Any], prompts: Sequence[tuple[Curves, Values]]) -> Measured:
+def summarise(facts: dict[str, Any], prompts: Sequence[Prompted]) -> Measured:
     """Return the results from the points and the numbers of each prompt."""
     points: dict[tuple[str, str, float], list[float]] = {}
     numbers: dict[str, list[float]] = {}
@@ -453,22 +455,19 @@ def read_measured(part: dict[str, Any]) -> Measured:
 class AttentionReader:
     """The page model in transformers, which reads texts too and shows its attention."""
 
-    def __init__(self, with_gates: bool = False) -> None:
+    def __init__(self, gates_folder: str = "") -> None:
         """Load the model; it is written on the first call.
 
         Args:
-            with_gates: load the gates of `dbtrimkv` too.
+            gates_folder: relative to the repository; empty for no gates.
 
         Raises:
             WeightsMissingError: if the package with the language model is not installed.
             EvictionConfigError: if there are no gates.
         """
         self._gates: Mapping[int, LayerGate] = {}
-        if with_gates:
-            gates = Gates.read(
-                str(ROOT / FOLDERS["dbtrimkv"]),
-                "the folder of DBTrimKV's gates, which docs/gates.md trains,",
-            )
+        if gates_folder:
+            gates = Gates.read(str(ROOT / gates_folder), "the folder of the gates")
             heads, cpu = slice(gates.kv_heads), torch.device("cpu")
             self._gates = gates.load(gates.layers, heads, torch.float32, cpu)
         folder = page_model_folder(MODELS)
@@ -482,9 +481,7 @@ class AttentionReader:
         self._numbers = {layer.self_attn: number for number, layer in enumerate(layers)}
 
     @torch.inference_mode()
-    def measure(
-        self, question: Any, statistics: Mapping[str, Statistic]
-    ) -> dict[str, tuple[Curves, Values]]:
+    def measure(self, question: Any, statistics: Mapping[str, Statistic]) -> dict[str, Prompted]:
         """Return what the statistics say of a question's prompt."""
         example = question.example(self._vocabulary) if isinstance(question, PageQuestion) else None
         asked = example.asked if example else self._write(question)

@@ -7,20 +7,33 @@ Count" (2605.09649, DBTrimKV) and RetentiveKV (2605.04075).
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from evaluation import pages, texts
-from evaluation.arms import AIRCACHE, FULL, RANDOM, STATES, Arm, Pair, arm, crossed, paired
+from evaluation import attention, pages, texts
+from evaluation.arms import (
+    AIRCACHE,
+    FULL,
+    RANDOM,
+    STATES,
+    Arm,
+    Pair,
+    arm,
+    crossed,
+    gates_digest,
+    paired,
+)
 from evaluation.attention import (
     STATISTICS,
     AttentionReader,
-    Curves,
     Measured,
-    Values,
+    Prompted,
     read_measured,
     summarise,
 )
@@ -33,6 +46,7 @@ from reader.tasks import PageQuestion
 
 NUMBERS = pages.NUMBERS[:2]
 """A number on a page of prose, and on one of noise."""
+GATES = texts.FOLDERS["dbtrimkv"]
 LENGTHS = tuple(number("prose", tokens, keys=4) for tokens in (512, 1024, 2048))
 
 
@@ -96,7 +110,7 @@ def _loses(text: str, printed: str, mix: str) -> Claim:
 
 
 def _gated(name: str, budget: float) -> Arm:
-    return arm(name, budget, texts.FOLDERS["dbtrimkv"])
+    return arm(name, budget, GATES)
 
 
 def _state(**options: Any) -> Arm:
@@ -309,27 +323,50 @@ EXPERIMENTS = {
 
 
 def measure(
-    names: Sequence[str], facts: dict[str, Any], prompts: int | None, first: int
+    names: Sequence[str], facts: dict[str, Any], prompts: int | None, first: int, folder: Path
 ) -> dict[str, Measured]:
-    """Return the results of statistics. Each prompt is read once for all that ask for it."""
+    """Return the results of statistics. Each prompt is read once for all that ask for it.
+
+    Args:
+        prompts: at most this many of each task.
+        first: number of the first question.
+        folder: of a log with what was said of each prompt, from which an interrupted run continues.
+
+    Raises:
+        EvictionConfigError: if a statistic needs gates and there are none.
+    """
     chosen = {name: EXPERIMENTS[name] for name in names}
+    digests = {n: gates_digest(GATES) if STATISTICS[n].needs_gates else "" for n in names}
     work = dict.fromkeys(
         (task, first + number)
         for each in chosen.values()
         for task in each.tasks
         for number in range(each.limited(prompts))
     )
-    reader = AttentionReader(any(STATISTICS[name].needs_gates for name in names))
-    found: dict[str, dict[tuple[Task, int], tuple[Curves, Values]]] = {name: {} for name in names}
+    source = hashlib.sha256(Path(attention.__file__).read_bytes()).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"prompts-{facts['fingerprint']}-{source}.jsonl"
+    known = _logged(log)
+    found: dict[str, dict[tuple[Task, int], Prompted]] = {name: {} for name in names}
+    reader: AttentionReader | None = None
     for task, place in tqdm(work, unit="prompt", leave=False):
-        asking = {
-            name: STATISTICS[name]
+        keys = {
+            name: (name, digests[name], task.name, place)
             for name, each in chosen.items()
-            if task in each.tasks and place - first < each.prompts
+            if task in each.tasks and place - first < each.limited(prompts)
         }
-        question = (TextQuestion if isinstance(task, TextTask) else PageQuestion)(task, place)
-        for name, measured in reader.measure(question, asking).items():
-            found[name][task, place] = measured
+        asking = {name: STATISTICS[name] for name, key in keys.items() if key not in known}
+        if asking:
+            reader = reader or AttentionReader(GATES if any(digests.values()) else "")
+            question = (TextQuestion if isinstance(task, TextTask) else PageQuestion)(task, place)
+            said = reader.measure(question, asking)
+            known |= {keys[name]: each for name, each in said.items()}
+            with log.open("a", encoding="utf-8") as file:
+                for name, (curves, values) in said.items():
+                    points = [[*point, y] for point, y in curves.items()]
+                    file.write(json.dumps([keys[name], points, values]) + "\n")
+        for name, key in keys.items():
+            found[name][task, place] = known[key]
     for name, each in chosen.items():
         if each.grows:
             shortest, *_, longest = each.tasks
@@ -338,6 +375,20 @@ def measure(
                     before = found[name][shortest, place][1]
                     values["grows"] = values[each.grows] - before[each.grows]
     return {name: summarise(facts, list(each.values())) for name, each in found.items()}
+
+
+def _logged(log: Path) -> dict[tuple[Any, ...], Prompted]:
+    """Return what a log says of each statistic and prompt; an incomplete last line is dropped."""
+    if not log.exists():
+        return {}
+    whole, newline, rest = log.read_text(encoding="utf-8").rpartition("\n")
+    if rest:
+        log.write_text(whole + newline, encoding="utf-8")
+    lines = [json.loads(line) for line in whole.splitlines()]
+    return {
+        tuple(key): ({(panel, curve, x): y for panel, curve, x, y in points}, values)
+        for key, points, values in lines
+    }
 
 
 Result = PartResult | Measured

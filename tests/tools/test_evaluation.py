@@ -359,18 +359,18 @@ def test_the_page_of_papers_has_what_was_measured(tmp_path: Path) -> None:
     assert (tmp_path / "hits.png").stat().st_size > 5000
 
 
-def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each for all statistics that ask for it; growth is from the first task to the last."""
+def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For all statistics that ask for it, and never again; growth is from first to last task."""
     read = []
 
     class FakeReader:
-        def __init__(self, with_gates: bool) -> None:
-            assert with_gates
+        def __init__(self, gates_folder: str) -> None:
+            assert gates_folder == papers.GATES
 
         def measure(self, question: Any, asking: dict[str, Any]) -> dict[str, Any]:
             read.append((question.task.name, question.number, tuple(asking)))
             tokens = {"dilution": question.task.tokens + question.number, "hits": 1.0}
-            return {name: ({}, {name: float(tokens[name])}) for name in asking}
+            return {n: ({("p", "c", 1.0): 2.0}, {n: float(tokens[n])}) for n in asking}
 
     tasks = papers.LENGTHS
     both = {
@@ -379,7 +379,9 @@ def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(papers, "EXPERIMENTS", both)
     monkeypatch.setattr(papers, "AttentionReader", FakeReader)
-    found = papers.measure(("hits", "dilution"), FACTS, 5, 500)
+    monkeypatch.setattr(papers, "gates_digest", lambda folder: "abc")
+    facts = {**FACTS, "fingerprint": "abc"}
+    found = papers.measure(("hits", "dilution"), facts, 5, 500, tmp_path)
     assert sorted(read, key=str) == sorted(
         (
             (task.name, number, ("hits", "dilution")[task != tasks[0] or number > 500 :])
@@ -388,6 +390,12 @@ def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         key=str,
     )
+    (log,) = tmp_path.iterdir()
+    assert papers.measure(("hits", "dilution"), facts, 5, 500, tmp_path) == found
+    assert len(read) == 6
+    log.write_text(log.read_text()[:-5])  # an incomplete line is asked again
+    assert papers.measure(("hits", "dilution"), facts, 5, 500, tmp_path) == found
+    assert len(read) == 7
     numbers = {each.name: each for each in found["dilution"].numbers}
     assert (numbers["grows"].mean.mean, numbers["grows"].prompts) == (2048 - 512, 2)
     assert (numbers["dilution"].prompts, found["hits"].numbers[0].prompts) == (6, 1)
@@ -971,13 +979,14 @@ def test_statistics_on_the_real_weights(
     }
     monkeypatch.setattr(papers, "EXPERIMENTS", papers.EXPERIMENTS | short)
     given = ["papers", "--questions", "1", "--output", str(tmp_path)]
+    monkeypatch.setattr(program, "BUILD", tmp_path)
     assert program.main([*given, "--parts", "sparsity", "hits"]) == 0
     found = results.read(tmp_path / "papers", papers.read_result)
     assert list(found) == ["sparsity", "hits"]
     numbers = {each.name: each for each in cast("Any", found["sparsity"]).numbers}
     assert numbers["first"].prompts == 1
     assert 0 < numbers["least"].mean.mean < numbers["most"].mean.mean < 1
-    monkeypatch.setattr(attention, "FOLDERS", {"dbtrimkv": str(tmp_path)})
+    monkeypatch.setattr(papers, "GATES", str(tmp_path))
     with pytest.raises(SystemExit):
         program.main([*given, "--parts", "dilution"])
     assert "docs/gates.md" in capsys.readouterr().err

@@ -41,6 +41,7 @@ from evaluation.field import Field
 from evaluation.parts import Cells, Part, Task
 from evaluation.results import PartResult, read_part
 from evaluation.texts import number
+from measure.document import percent
 from measure.text_tasks import TextQuestion, TextTask
 from reader.tasks import PageQuestion
 
@@ -134,7 +135,7 @@ EXPERIMENTS = {
         "for the first four tokens and the last block.",
         [
             Claim(
-                f"evicting vision first keeps more than text first, {budget:.0%} kept",
+                f"evicting vision first keeps more than text first, {percent(budget)} kept",
                 "10.0 : 0.2 of 18 (ChartQA), 31.0 : 4.4 of 47.9 (TextVQA)" if budget < 0.1 else "",
                 pair,
             )
@@ -248,9 +249,9 @@ EXPERIMENTS = {
     ),
     "lengths": Experiment(
         "DBTrimKV: figure 1, answers by length",
-        "The same questions, wrong ones included; the full cache is `none`.",
+        "One of four numbers; all questions count. TrimKV, its third line, was not trained.",
         [
-            Claim(f"{budget:.0%} above the full cache", "", (_gated("dbtrimkv", budget), FULL))
+            Claim(f"{percent(budget)} above the full cache", "", (_gated("dbtrimkv", budget), FULL))
             for budget in (0.5, 0.2)
         ],
         texts.FIELD,
@@ -277,7 +278,7 @@ EXPERIMENTS = {
     "lookahead": Experiment(
         "DBTrimKV: table 8, tokens to come",
         "The retention over the next two tokens, one (`dbtrimkv_next`) or five, with gates trained "
-        "here. The paper's figures are at 256 and 1,024 tokens a head and, for five, at 64.",
+        "here. The paper's figures are at 256 and 1,024 tokens a head, the last ones at 64.",
         [
             Claim(text, printed, (_gated(first, budget), _gated(second, budget)))
             for text, printed, first, second, budget in (

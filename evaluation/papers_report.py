@@ -63,7 +63,7 @@ def write_papers_report(found: Mapping[str, PartResult | Measured], folder: Path
         experiment, file = EXPERIMENTS[name], f"{name}.png"
         blocks += [Heading(experiment.title), Text(experiment.text)]
         if isinstance(result, PartResult):
-            draw(result, folder / file)
+            draw(result, folder / file, experiment.counts_all)
             blocks.append(_answers(experiment.claims, result))
         else:
             _draw_curves(result, STATISTICS[name].axis, folder / file)

@@ -247,7 +247,7 @@ EXPERIMENTS = {
             Claim("that share", "13.8 % (one head)", number="survives", judged=False),
             Claim("99 % of the mass select more", number="mass"),
             Claim("that share", "40 % (one head)", number="of mass", judged=False),
-            Claim("vision fades like text, after 32 tokens", number="kinds", near=0.1),
+            Claim("vision fades like text to 10 points, after 32 tokens", number="kinds", near=0.1),
             Claim("heads differ: 90th less 10th percentile", number="heads", judged=False),
         ],
         tasks=(*NUMBERS, TextTask("number", "prose", 1024)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts `gain` and `recall`: decode speed, and concurrent requests where memory is the limit."""
+"""Parts `gain`, `grid` and `recall`: decode speed, and concurrent requests in little memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.bench import STOCK_BLOCK_SIZE, Arms, Bench, evicting
 from benchmarks.measurement import Line, Target
-from benchmarks.scale import BUDGET, COMMON, KV_BOUND
+from benchmarks.scale import BUDGET, COMMON, KV_BOUND, Workload
 
 _WARM_UP_STEPS = 2
 _REQUESTS_IN_POOL = 4
@@ -37,27 +37,55 @@ def gain(bench: Bench) -> Iterator[Line]:
     yield from lines
 
 
+def grid(bench: Bench) -> Iterator[Line]:
+    """Measure lines s, by batch and prompt length as the tables of VL-Cache and AirCache."""
+    scale = bench.scale
+    decoded = _WARM_UP_STEPS + scale.rounds * scale.wide_steps
+    pool = max(bench.pool_for(n, load.prompt_tokens, decoded) for n, load in scale.grid)
+    with bench.start("grid", KV_BOUND, pool, ("constrained", "ours")) as arms:
+        for load in dict.fromkeys(load for _, load in scale.grid):
+            bench.say(f"s. first token, {load.prompt_tokens} tokens")
+            found = bench.turns(arms, scale.rounds, "prefill", workload=load, budget=BUDGET)
+            seconds = {name: [each["seconds"] for each in them] for name, them in found.items()}
+            what = f"s. time to first token, {load.prompt_tokens} tokens"
+            yield Line(what, "s", "lower", seconds)
+        for batch, load in scale.grid:
+            for budget in (0.5, BUDGET):
+                yield _decoded(bench, arms, "s", batch, load, budget)[0]
+
+
 def _decode(bench: Bench, arms: Arms) -> Line:
     scale, batch = bench.scale, bench.scale.wide_batch
-    bench.say("b. decode bound by KV reads")
-    arms.ask("fill", workload=scale.wide, batch=batch, seed=0, budget=BUDGET, attend=False)
-    arms.ask("decode", steps=_WARM_UP_STEPS)
-    found = bench.turns(arms, scale.rounds, "decode", steps=scale.wide_steps)
-    arms.ask("clear")
-    rates, read = {}, {}
+    line, found = _decoded(bench, arms, "b", batch, scale.wide, BUDGET)
+    read = {}
     for name, rounds in found.items():
-        rates[name] = [batch / statistics.median(each["seconds"]) for each in rounds]
         # A step reads every weight once, and every cached key and value.
         cached = statistics.mean(each["cached_tokens"] for each in rounds)
         read[name] = KV_BOUND.weight_bytes_per_step + cached * KV_BOUND.kv_bytes_per_token
-    what = f"decode, batch {batch}, {scale.wide.prompt_tokens} tokens"
-    line = Line(f"b. budget {BUDGET}: {what}", "tokens/s", "higher", rates)
     for ratio in line.ratios():
         ideal = read[ratio.against] / read["ours"]
         text = f">= 0.85 of the ideal {ideal:.2f} x, {ratio.against}"
         line.targets.append(Target(text, ratio.median / ideal, 0.85))
     line.details = {"bytes read by a step": read}
     return line
+
+
+def _decoded(
+    bench: Bench, arms: Arms, letter: str, batch: int, workload: Workload, budget: float
+) -> tuple[Line, dict[str, list[Any]]]:
+    """Return the line of a batch's decode steps, and what the arms said of each round."""
+    scale, what = bench.scale, f"decode, batch {batch}, {workload.prompt_tokens} tokens"
+    bench.say(f"{letter}. {what}, budget {budget}")
+    arms.ask("fill", workload=workload, batch=batch, seed=0, budget=budget, attend=False)
+    arms.ask("decode", steps=_WARM_UP_STEPS)
+    found = bench.turns(arms, scale.rounds, "decode", steps=scale.wide_steps)
+    arms.ask("clear")
+    rates = {
+        name: [batch / statistics.median(each["seconds"]) for each in rounds]
+        for name, rounds in found.items()
+    }
+    name = f"{letter}. budget {budget}: {what}"
+    return Line(name, "tokens/s", "higher", rates), found
 
 
 _WAIT = 4

@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.bench import Bench, Part
 from benchmarks.costs import costs, methods, scheduler, steps
 from benchmarks.cuts import cuts
-from benchmarks.gain import gain, recall
+from benchmarks.gain import gain, grid, recall
 from benchmarks.handover import handover
 from benchmarks.ranks import ranks
 from benchmarks.remote import FOLDER
@@ -25,6 +25,7 @@ from measure.facts import command_line
 PARTS: dict[str, Part] = {
     "costs": costs,
     "gain": gain,
+    "grid": grid,
     "recall": recall,
     "scheduler": scheduler,
     "steps": steps,

@@ -78,7 +78,7 @@ class Scale:
     """Sizes of all parts of a run; the defaults are those that the targets were set for."""
 
     parts: tuple[str, ...] = (
-        *("costs", "methods", "gain", "recall"),
+        *("costs", "methods", "gain", "grid", "recall"),
         *("metrics", "waiting", "cuts", "ranks", "handover", "scheduler", "steps"),
     )
     """The parts that run when none are named."""
@@ -95,6 +95,11 @@ class Scale:
     wide: Workload = Workload(16384)
     wide_batch: int = 8
     wide_steps: int = 16
+    grid: tuple[tuple[int, Workload], ...] = (
+        *((1, Workload(2048)), (1, Workload(8192)), (4, Workload(2048))),
+        *((4, Workload(8192)), (16, Workload(2048))),
+    )
+    """Batches and prompts of VL-Cache's table that fit a CPU."""
     burst: Workload = Workload(2048)
     burst_requests: int = 24
     burst_output: int = 128
@@ -156,6 +161,7 @@ SMOKE = replace(
     wide=Workload(640),
     wide_batch=2,
     wide_steps=2,
+    grid=((1, Workload(640)), (2, Workload(640))),
     burst=Workload(640),
     burst_requests=6,
     burst_output=4,

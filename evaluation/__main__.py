@@ -2,7 +2,8 @@
 """Ask SmolLM2 questions with the full cache and with each arm, and write tables of right answers.
 
 Without a field, a part of each within an hour. Interrupted, the same command continues. `load` asks
-servers over HTTP instead, stock and evicting ones, at more and more requests in flight.
+servers over HTTP instead, stock and evicting ones, at more and more requests in flight. `papers`
+has the papers' own experiments: questions to arms, and statistics of attention.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from measure.engines import ENVIRONMENT, set_environment
 # The modules below import torch and vLLM, which read these.
 set_environment({**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1"})
 
-from evaluation import load, pages, results, texts  # noqa: E402
+from evaluation import load, pages, papers, results, texts  # noqa: E402
 from evaluation.answers import AnswerLog  # noqa: E402
 from evaluation.arms import METHODS, MIXES, ROOT, crossed  # noqa: E402
 from evaluation.field import Field, Run, plan  # noqa: E402
 from evaluation.load_report import write_load_report  # noqa: E402
 from evaluation.load_results import LoadResult, Reply, read_points, summarise  # noqa: E402
+from evaluation.papers_report import write_papers_report  # noqa: E402
 from evaluation.parts import Part  # noqa: E402
 from evaluation.report import write_report  # noqa: E402
 from measure.facts import command_line  # noqa: E402
@@ -43,6 +45,8 @@ SPLITS = {"test": 0, "fresh": FRESH, "training": TRAINING}
 
 LOAD = "load"
 """Stands for a field on the command line; its parts are kinds of questions."""
+PAPERS = "papers"
+"""Stands for a field too; its parts are experiments in both fields."""
 
 DOCS = ROOT / "docs" / "evaluation"
 BUILD = ROOT / "build" / "evaluation"
@@ -61,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.field == LOAD:
             _run_load(options, command)
+            return 0
+        if options.field == PAPERS:
+            _run_papers(options, command)
             return 0
         for name in [options.field] if options.field else BRIEF:
             chosen = argparse.Namespace(**vars(options))
@@ -146,6 +153,53 @@ def _run_load(options: argparse.Namespace, command: str) -> None:
     print(f"Written: {folder / 'README.md'}")
 
 
+def _run_papers(options: argparse.Namespace, command: str) -> None:
+    """Ask and measure experiments, and write results and page after each kind of them."""
+    folder = (DOCS if options.publish else options.output or BUILD) / PAPERS
+    found = results.read(folder, papers.read_result)
+    if options.report:
+        _need(found, folder)
+        write_papers_report(found, folder)
+        return
+    names = options.parts or list(papers.EXPERIMENTS)
+    _check("--parts", names, papers.EXPERIMENTS)
+    chosen = {name: each for name, each in papers.EXPERIMENTS.items() if name in names}
+    asked = {
+        name: {n: e.part.limited(options.questions) for n, e in chosen.items() if e.field == field}
+        for name, field in FIELDS.items()
+    }
+    measured = [name for name, each in chosen.items() if each.field is None]
+    for name, parts in asked.items():
+        if parts:
+            print("\n".join(plan(FIELDS[name], parts)), flush=True)
+    for name in measured:
+        title, number = chosen[name].title, chosen[name].limited(options.questions)
+        print(f"{name}: {title}, {number * len(chosen[name].tasks)} prompts")
+    if options.plan:
+        return
+    if find_weights() is None:
+        raise WeightsMissingError
+    first = SPLITS[options.split]
+
+    def write(name: str, result: papers.Result) -> None:
+        found[name] = result
+        ordered = {name: found[name] for name in papers.EXPERIMENTS if name in found}
+        results.write(ordered, folder)
+        write_papers_report(ordered, folder)
+
+    if measured:
+        facts = pages.FIELD.facts(command, options.questions, first)
+        given = (measured, facts, options.questions, first, BUILD / PAPERS)
+        for name, result in papers.measure(*given).items():
+            write(name, result)
+    for field, parts in ((FIELDS[name], parts) for name, parts in asked.items()):
+        with AnswerLog(BUILD / "answers" / field.name, field.fingerprint, options.fresh) as log:
+            facts = field.facts(command, options.questions, first)
+            for name, answered in Run(field, parts, log, first).results(facts):
+                write(name, answered)
+    print(f"Written: {folder / 'README.md'}")
+
+
 def _need(found: Mapping[str, object], folder: Path) -> None:
     if not found:
         raise UsageError(f"--report: {folder} holds no results; run a part first")
@@ -153,7 +207,7 @@ def _need(found: Mapping[str, object], folder: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m evaluation", description=__doc__)
-    parser.add_argument("field", nargs="?", choices=[*FIELDS, LOAD])
+    parser.add_argument("field", nargs="?", choices=[*FIELDS, LOAD, PAPERS])
     parser.add_argument("--parts", nargs="+", metavar="PART", help="of the field; default: all")
     parser.add_argument(
         "--methods",

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from vllm_tgvkv.kernels.statistics import Scratch
+from vllm_tgvkv.policies.aircache import EliteScore
 from vllm_tgvkv.policies.base import Allocation, LayerView, Score
 from vllm_tgvkv.policies.pooling import Pooling
 from vllm_tgvkv.policies.registry import ALLOCATIONS, POOLINGS, SCORES
 from vllm_tgvkv.policies.tgv import mass
+from vllm_tgvkv.policies.trimkv import RetentionScore
 
 
 @SCORES.register("vv_tt")
@@ -34,6 +36,33 @@ class OwnModalityScore(Score):
         return torch.where(
             view.prompt.is_vision, attention.vision_column_sums, attention.text_column_sums
         )
+
+
+@SCORES.register("window_16")
+class ShortWindowScore(Score):
+    """Column sums over the last 16 rows."""
+
+    rows = "window"
+    cuts_again = False
+
+    def __call__(self, view: LayerView) -> Tensor:
+        rows = view.attention.row_positions
+        weights = (rows >= view.prompt.num_tokens - 16).float()
+        everything = torch.ones_like(view.prompt.is_vision)
+        return view.attention.renormalised_column_sums(everything[None], weights[None])
+
+
+for _percent in (60, 80, 99):
+    # AirCache's score with another elite.
+    _threshold = {"threshold": _percent / 100}
+    SCORES.register(f"elite_{_percent}")(type("ThresholdScore", (EliteScore,), _threshold))
+
+
+@SCORES.register("trimkv_five")
+class LongRetentionScore(RetentionScore):
+    """The score `trimkv` with n = 5."""
+
+    lookahead = 5
 
 
 @ALLOCATIONS.register("vv")

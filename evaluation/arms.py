@@ -137,13 +137,46 @@ SUMMARIES: dict[str, Mix] = {
 }
 """Summaries of what is evicted, RetentiveKV without them, and without entropy in its scores too."""
 
+RANDOM = _mixes("random", {"vision": {"retain": "text_first"}, "text": {"retain": "vision_first"}})
+"""Random tokens of one modality are evicted before any of the other."""
+
+AIRCACHE = _mixes(
+    "aircache",
+    {
+        "window_16": {"score": "window_16"},
+        "window_32": {"score": "snapkv"},
+        "all_text": {"score": "vlcache"},
+        "vision_rows": {"score": "vv_tt"},
+        **_each("budget", "allocation", "pyramid"),
+        "unified": {"retain": "by_score"},
+        "merged": {"merge": True},
+        **{f"elite_{percent}": {"score": f"elite_{percent}"} for percent in (60, 80, 99)},
+    },
+)
+"""One part of AirCache replaced, as its paper does: rows that vote, layer budgets, what is evicted
+and merged, and the elite's threshold."""
+
 _VOTES = {"votes": {"score": "trimkv_votes", "rows": "window", "reduce": "max"}}
-GATED = _mixes("dbtrimkv", _VOTES) | _mixes("trimkv", {"next": {"score": "trimkv_next"}})
-"""Scores of gates plus the logarithm of the largest attention of the last rows, and TrimKV's score
-with one token to come."""
+_AHEAD = {"next": {"score": "trimkv_next"}}
+GATED = {
+    **_mixes("dbtrimkv", _VOTES | _AHEAD | {"five": {"score": "trimkv_five"}}),
+    **_mixes("trimkv", _AHEAD),
+}
+"""Scores of gates plus the logarithm of the largest attention of the last rows, and with one or
+five tokens to come."""
 
 MIXES = (
-    GATED | FORWARD | TGV | UNIFORM | REACH | REACH_WITH_IMAGES | GRANULARITY | PRINTED | SUMMARIES
+    GATED
+    | FORWARD
+    | TGV
+    | UNIFORM
+    | REACH
+    | REACH_WITH_IMAGES
+    | GRANULARITY
+    | PRINTED
+    | SUMMARIES
+    | RANDOM
+    | AIRCACHE
 )
 """By name: the setting `methods`, of which an engine gets those that its arms name."""
 
@@ -203,7 +236,7 @@ def gates_digest(folder: str) -> str:
     Raises:
         EvictionConfigError: if there are no gates.
     """
-    gates = Gates.read(str(ROOT / folder), "the folder of an arm's gates")
+    gates = Gates.read(str(ROOT / folder), "the folder of gates, which docs/gates.md trains,")
     files = [Path(gates.folder, "config.json"), Path(gates.folder, gates.file)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 

@@ -15,11 +15,11 @@ import matplotlib.pyplot as plt
 from evaluation.load_results import Summary
 from evaluation.results import PartResult
 from measure.document import percent
-from measure.plots import colour, marker, save
+from measure.plots import GREY, colour, marker, save
 
 
-def draw(result: PartResult, path: Path) -> None:
-    """Draw the shares of right answers with their intervals."""
+def draw(result: PartResult, path: Path, has_full: bool = False) -> None:
+    """Draw the shares of right answers with their intervals, and a line for the full cache's."""
     labels = list(dict.fromkeys(cell.label for cell in result.cells))
     tasks = [task for task in result.tasks if any(c.task == task.task for c in result.cells)]
     budgets = sorted({cell.budget for cell in result.cells}, reverse=True)
@@ -50,6 +50,8 @@ def draw(result: PartResult, path: Path) -> None:
                 markersize=5,
                 elinewidth=0.9,
             )
+        if has_full:
+            place.axvline(task.right.mean, color=GREY, linestyle="--", label="full cache")
         place.set_title(task.title.replace(", ", ",\n"))
         place.set_yticks(range(len(labels)), labels)
         place.set_ylim(len(labels) - 0.5, -0.5)

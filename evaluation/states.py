@@ -61,6 +61,8 @@ class State:
     with phi = elu + 1."""
     gate: float = -1.0
     """A query reads a state if its cosine with the sum of the absorbed keys is above this."""
+    dual: bool = True
+    """A state of vision and one of text. False: one of both, without `decay`."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class Cut:
     kept: Tensor
     """bool `[L, H, P]`."""
     matrices: Tensor
-    """S, `[2, L, H, D, D]`, of vision and of text."""
+    """S, `[2, L, H, D, D]`, of vision and of text; a first size of 1 without `State.dual`."""
     keys: Tensor
     """Sums of the absorbed keys, behind phi where the read is normalised, `[2, L, H, D]`."""
 
@@ -191,11 +193,13 @@ class Cut:
         steps = torch.zeros_like(scores)
         for start in starts:
             is_vision[start : start + GRID * GRID] = True
-            steps += steps_to_roots(scores, ~is_kept, start)
+            if state.dual:
+                steps += steps_to_roots(scores, ~is_kept, start)
         if state.read == "normalised":
             keys = _phi(keys)
         found = []
-        for kind in (is_vision, ~is_vision):
+        everything = torch.ones_like(is_vision)
+        for kind in (is_vision, ~is_vision) if state.dual else (everything,):
             left = factors(
                 seen.attention, seen.entropies[state.entropy], ~is_kept & kind, steps, state
             ).unsqueeze(-1)
@@ -294,8 +298,9 @@ class StateEngine:
             )
             given = (state, prefill.seen, keys, values, prefill.starts)
             self._cut = Cut.of(*given, left * size, full * size)
-            # Two states of D x D numbers each are beside the budget: as large as D / N blocks.
-            after -= full - left - (-(-keys.shape[-1] // size) if state.weight else 0)
+            # States of D x D numbers are beside the budget: two are as large as D / N blocks.
+            numbers = keys.shape[-1] * (1 + state.dual)
+            after -= full - left - (-(-numbers // (2 * size)) if state.weight else 0)
         right = self.tokenizer.encode(asked.answer, add_special_tokens=False)
         said = self._decode(prefill, self._drafts.get(question, right), len(right) + SPARE_TOKENS)
         if arm == FULL:

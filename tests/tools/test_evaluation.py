@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from evaluation import __main__ as program
-from evaluation import load, pages, results, states, texts
+from evaluation import attention, load, pages, papers, results, states, texts
 from evaluation.ablations import page_bounds
 from evaluation.answers import Answer, AnswerLog
 from evaluation.arms import (
@@ -42,11 +42,12 @@ from evaluation.forced import Forced
 from evaluation.load_report import write_load_report
 from evaluation.load_results import LoadResult, Point, Reply, Summary, read_points, summarise
 from evaluation.memory import held_blocks, mean_held, planned_cuts
+from evaluation.papers_report import verdict, write_papers_report
 from evaluation.parts import Cells, Part
 from evaluation.report import write_report
 from evaluation.states import Cut, State
 from measure import smollm
-from measure.statistics import mcnemar
+from measure.statistics import Estimate, mcnemar
 from measure.text_tasks import FRESH, TRAINING, TextExample, TextQuestion, TextTask
 from oracle import states as definition
 from oracle.methods import Image, Layout
@@ -55,7 +56,8 @@ from tests.inputs import write_gates
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels.sketch import sketch_bytes
 from vllm_tgvkv.kernels.statistics import Scratch
-from vllm_tgvkv.policies.base import Policy
+from vllm_tgvkv.policies.base import LayerView, Policy, Prompt
+from vllm_tgvkv.policies.registry import SCORES
 from vllm_tgvkv.recall import sketches
 from vllm_tgvkv.shared.cuts import plan_cuts
 from vllm_tgvkv.shared.errors import EvictionConfigError
@@ -71,7 +73,8 @@ of_each_field = pytest.mark.parametrize(
 
 @of_each_field
 def test_the_plugin_knows_every_arm(field: Field) -> None:
-    for name, part in field.parts.items():
+    ours = {n: each.part for n, each in papers.EXPERIMENTS.items() if each.field == field}
+    for name, part in (field.parts | ours).items():
         for arms in by_engine(each for each in part.arms if not each.gates):
             check(arms, field.has_images)
         assert len({each.key for each in part.arms}) == len(part.arms), name
@@ -197,6 +200,215 @@ def test_bounds_in_place_of_a_sketch() -> None:
     assert out[..., 48:].isnan().all()
 
 
+def test_scores_of_the_papers_ablations() -> None:
+    """The last 16 rows, AirCache's elite by other thresholds, and five tokens to come."""
+    heads, length, rows = 3, 60, torch.arange(28, 60)
+    is_vision = torch.zeros(length, dtype=torch.bool)
+    is_vision[5:20] = True
+    later = torch.arange(length) > rows[:, None]
+    seen = torch.randn(heads, 32, length).double().masked_fill(later, -torch.inf).softmax(-1)
+
+    def renormalised(keys: Any, weights: Any, last_row_only: bool = False) -> Any:
+        part = seen * keys[:, None]
+        return (weights[:, :, None] * part / part.sum(-1, keepdim=True)).sum(1)
+
+    observed: Any = SimpleNamespace(row_positions=rows, renormalised_column_sums=renormalised)
+    betas = -torch.rand(heads, length).exp() / 20
+    prompt = Prompt(length, length, is_vision, 4)
+    view = LayerView(0, heads, prompt, observed, gate_outputs=betas)
+    assert_close(SCORES["window_16"]()(view), seen[:, 16:].sum(1))
+    for percent in (60, 80, 99):
+        found = SCORES[f"elite_{percent}"]()(view)
+        for head, attended in enumerate(seen):
+            votes = attended[-1, rows] / attended[-1, rows].sum()
+            elite = [j for j, vote in enumerate(votes) if vote >= percent / 100 * votes.max()]
+            keys = is_vision.index_fill(0, rows[elite], True)
+            of_elite = attended[elite] * keys
+            mean = (of_elite / of_elite.sum(-1, keepdim=True)).mean(0)
+            assert_close(found[head][is_vision], mean[is_vision], check_dtype=False)
+    gates: Any = SimpleNamespace(lookahead=2, age_offset=0)
+    ages = torch.arange(length, 0, -1)
+    mean = torch.stack([(betas.double() * (ages + m)).exp() for m in range(5)]).mean(0)
+    assert_close(SCORES["trimkv_five"](None, gates)(view), mean.log().float())
+
+
+# -- the papers' statistics -----------------------------------------------------------------
+
+
+def of_rows(heads: int, length: int) -> torch.Tensor:
+    """Return random causal attention, sharp enough that thresholds matter, `[Q, n, n]`."""
+    logits = 4 * torch.randn(heads, length, length, dtype=torch.float64)
+    return logits.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+def test_statistics_of_rows_follow_their_formulas() -> None:
+    """VL-Cache's four, one entry at a time, from the equations of its text."""
+    heads, length, m = 3, 40, 34
+    drawn = of_rows(heads, length)
+    places = [7, 20, 33]
+    is_vision = torch.rand(length) < 0.5
+    is_prompt = torch.arange(length) < m
+    found = attention.sparsity(drawn[:, places], torch.tensor(places))
+    seen, chosen = (
+        attention.contribution(drawn[:, m:], is_vision, is_prompt),
+        attention.coverage(drawn[:, m:], is_vision, is_prompt, 4),
+    )
+    hit = attention.hits(drawn[:, places, :m].sum(1), drawn[:, m, :m], 5)
+    for head, rows in enumerate(drawn.tolist()):
+        zeros = [rows[i][j] < 0.01 * max(rows[i]) for i in places for j in range(i + 1)]
+        assert found[head] == pytest.approx(sum(zeros) / len(zeros))
+        shares, counts = [], []
+        for row in rows[m:]:
+            left = [a if a >= 0.01 * max(row) else 0 for a in row]
+            prompt = sum(left[:m])
+            if prompt:
+                shares.append(sum(left[j] for j in range(m) if is_vision[j]) / prompt)
+            best = [j for j in sorted(range(length), key=lambda j: -row[j])[:4] if j < m]
+            counts.append(sum(bool(is_vision[j]) for j in best) / len(best) if best else math.nan)
+        assert seen[head] == pytest.approx(sum(shares) / len(shares))
+        assert chosen[head] == pytest.approx(sum(counts) / len(counts), nan_ok=True)
+        sums = [sum(rows[i][j] for i in places) for j in range(m)]
+        best, wanted = (
+            set(sorted(range(m), key=lambda j: -each[j])[:5]) for each in (sums, rows[m])
+        )
+        assert hit[head] == pytest.approx(len(best & wanted) / 5)
+
+
+def test_survival_dilution_and_budgets_follow_their_formulas() -> None:
+    heads, length, m = 2, 60, 52
+    drawn = of_rows(heads, length)
+    last = attention.last_selections(drawn)
+    kind = torch.rand(length) < 0.7
+    for head, rows in enumerate(drawn.tolist()):
+        for name in ("best 8", "95 % of the mass"):
+            selected = []
+            for i, row in enumerate(rows):
+                order = sorted(range(i + 1), key=lambda j, row=row: -row[j])
+                number = min(8, i + 1)
+                if name != "best 8":
+                    number = next(
+                        k for k in range(1, i + 2) if sum(row[j] for j in order[:k]) >= 0.95 - 1e-12
+                    )
+                selected.append(set(order[:number]))
+            able = [j for j in range(length) if j + 9 < length and kind[j]]
+            alive = [any(j in selected[p] for p in range(j + 9, length)) for j in able]
+            got = attention.survival(last[name], 9, kind)[head]
+            assert got == pytest.approx(sum(alive) / len(alive))
+    useful, kept = torch.arange(length) // 6 == 3, torch.rand(heads, 1, length) < 0.5
+    left = drawn[:, m:] * kept
+    expected = (left.sum(-1) - left[..., 18:24].sum(-1)) / left.sum(-1)
+    assert_close(attention.dilution(drawn[:, m:], kept, useful), expected)
+    log_betas = -torch.rand(3, heads, length).exp() / 30
+    chosen = attention.kept_by_gates(log_betas, m, 0.2)
+    betas = log_betas[..., :m].double().exp()
+    scores = torch.stack([betas ** (m - j) + betas ** (m - j + 1) for j in range(m)])
+    scores = scores.diagonal(dim1=0, dim2=3)
+    assert chosen[..., m:].all()
+    assert int(chosen[..., :m].sum()) == int(0.2 * 3 * heads * m)
+    assert scores[chosen[..., :m]].min() > scores[~chosen[..., :m]].max()
+    is_vision, question = torch.arange(length) % 50 < 30, torch.arange(40, 50)
+    votes = (drawn[:, 49, 40:50] / drawn[:, 49, 40:50].sum(-1, keepdim=True)).mean(0)
+    elite = [int(j) for j in question if votes[j - 40] >= 0.9 * votes.max()]
+    allowed = [j for j in range(length) if is_vision[j] or j in elite]
+    of_elite = drawn[:, elite][..., allowed]
+    mean = (of_elite / of_elite.sum(-1, keepdim=True)).mean((0, 1))
+    values = [float(a) for a, j in zip(mean, allowed, strict=True) if is_vision[j]]
+    average = sum(values) / len(values)
+    deviation = math.sqrt(sum((v - average) ** 2 for v in values) / len(values))
+    skewness = sum(((v - average) / deviation) ** 3 for v in values) / len(values)
+    both = attention.strength_and_skewness(drawn, question, is_vision).tolist()
+    assert both == pytest.approx([sum(values), max(skewness, 0)])
+    first, second = (torch.rand(2, 7).double() + 0.1).unbind()
+    first, second = first / first.sum(), second / second.sum()
+    middle = (first + second) / 2
+    halves = [float((p * (p / middle).log2()).sum()) / 2 for p in (first, second)]
+    assert attention.divergence(first, second) == pytest.approx(sum(halves))
+
+
+@pytest.mark.parametrize(
+    ("options", "here", "p", "said"),
+    [
+        ({}, (0.2, 0.1, 0.3), None, "agrees"),
+        ({}, (-0.2, -0.3, -0.1), None, "**opposite**"),
+        ({}, (0.1, -0.1, 0.3), None, "not told apart"),
+        ({}, (0.2, 0.1, 0.3), 0.06, "not told apart"),
+        ({}, (-0.2, -0.3, -0.1), 0.04, "**opposite**"),
+        ({"near": 0.1}, (-0.05, -0.09, 0.02), None, "agrees"),
+        ({"near": 0.1}, (0.3, 0.2, 0.4), None, "**opposite**"),
+        ({"near": 0.1}, (-0.3, -0.4, -0.2), None, "**opposite**"),
+        ({"near": 0.1}, (0.1, 0.0, 0.2), None, "not told apart"),
+        ({"judged": False}, (0.2, 0.1, 0.3), None, ""),
+    ],
+)
+def test_what_a_difference_says_of_a_claim(
+    options: Any, here: tuple[float, ...], p: float | None, said: str
+) -> None:
+    assert verdict(papers.Claim("", **options), Estimate(*here), p) == said
+
+
+def test_the_page_of_papers_has_what_was_measured(tmp_path: Path) -> None:
+    facts = {**FACTS, "versions": {"torch": "2"}, "machine": {"cpu": "x"}}
+    prompts = [({("hit rate", name, x): x / 8 for x in range(3)}, {}) for name in ("a", "b")]
+    values = {each.number: 0.25 for each in papers.EXPERIMENTS["hits"].claims}
+    found = attention.summarise(facts, [(curves, dict(values)) for curves, _ in prompts])
+    results.write({"hits": found}, tmp_path)
+    assert results.read(tmp_path, papers.read_result) == {"hits": found}
+    write_papers_report(results.read(tmp_path, papers.read_result), tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "| rows after vision hit more than all rows |  | +25 [+25, +25] | 2 | agrees |" in page
+    assert (tmp_path / "hits.png").stat().st_size > 5000
+
+
+def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For all statistics that ask for it, and never again; growth is from first to last task."""
+    read = []
+
+    class FakeReader:
+        def __init__(self, gates_folder: str) -> None:
+            assert gates_folder == papers.GATES
+
+        def measure(self, question: Any, asking: dict[str, Any]) -> dict[str, Any]:
+            read.append((question.task.name, question.number, tuple(asking)))
+            tokens = {"dilution": question.task.tokens + question.number, "hits": 1.0}
+            return {n: ({("p", "c", 1.0): 2.0}, {n: float(tokens[n])}) for n in asking}
+
+    tasks = papers.LENGTHS
+    both = {
+        "hits": replace(papers.EXPERIMENTS["hits"], tasks=tasks[:1], prompts=1),
+        "dilution": replace(papers.EXPERIMENTS["dilution"], prompts=2),
+    }
+    monkeypatch.setattr(papers, "EXPERIMENTS", both)
+    monkeypatch.setattr(papers, "AttentionReader", FakeReader)
+    monkeypatch.setattr(papers, "gates_digest", lambda folder: "abc")
+    facts = {**FACTS, "fingerprint": "abc"}
+    found = papers.measure(("hits", "dilution"), facts, 5, 500, tmp_path)
+    assert sorted(read, key=str) == sorted(
+        (
+            (task.name, number, ("hits", "dilution")[task != tasks[0] or number > 500 :])
+            for task in tasks
+            for number in (500, 501)
+        ),
+        key=str,
+    )
+    (log,) = tmp_path.iterdir()
+    assert papers.measure(("hits", "dilution"), facts, 5, 500, tmp_path) == found
+    assert len(read) == 6
+    log.write_text(log.read_text()[:-5])  # an incomplete line is asked again
+    assert papers.measure(("hits", "dilution"), facts, 5, 500, tmp_path) == found
+    assert len(read) == 7
+    numbers = {each.name: each for each in found["dilution"].numbers}
+    assert (numbers["grows"].mean.mean, numbers["grows"].prompts) == (2048 - 512, 2)
+    assert (numbers["dilution"].prompts, found["hits"].numbers[0].prompts) == (6, 1)
+
+
+def test_the_published_page_of_papers_follows_from_its_results(tmp_path: Path) -> None:
+    folder = program.DOCS / program.PAPERS
+    write_papers_report(results.read(folder, papers.read_result), tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert page == (folder / "README.md").read_text()
+    assert all(f"{name}.png" in page for name in papers.EXPERIMENTS)
+
+
 # -- answers that are forced ----------------------------------------------------------------
 
 
@@ -244,6 +456,13 @@ def test_states_follow_their_definition() -> None:
             expected += scale * query[head].double() @ matrix
         assert_close(read[head].double(), expected, rtol=1e-3, atol=1e-5)
         assert (read[head] - output[head]).abs().max() > 1e-4
+    # One state has what both have, where nothing fades or decays.
+    one, two = (
+        Cut.of(replace(state, fade=0, decay=1, dual=dual), seen, keys, values, [10], 160, length)
+        for dual in (False, True)
+    )
+    assert_close(one.matrices[0], two.matrices.sum(0))
+    assert (len(one.matrices), len(two.matrices)) == (1, 2)
 
 
 def test_normalised_states_and_gates() -> None:
@@ -642,6 +861,7 @@ def test_a_prompt_that_was_not_evicted_is_no_answer_of_the_arm() -> None:
         (["text", "--questions", "0"], ["--questions 0", "at least 1"]),
         (["text", "--split", "tuning"], ["--split", "fresh", "training"]),
         (["pages", "--parts", "choice"], ["--parts choice", "granularity"]),
+        (["papers", "--parts", "poem"], ["--parts poem", "modalities"]),
         (["load", "--parts", "default"], ["--parts default", "text pages"]),
         (["text", "--publish", "--split", "training"], ["--publish", "not reported"]),
         (["text", "--methods", "snap"], ["--methods snap", "snapkv"]),
@@ -676,6 +896,11 @@ def test_what_a_run_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["load", "--parts", "text", "--questions", "20", "--loads", "1", "8", "--plan"]
     assert program.main(given) == 0
     assert f"text: {20 * 2 * len(load.ARMS)} answers, about " in capsys.readouterr().out
+    given = ["papers", "--parts", "hits", "lookahead", "--questions", "3", "--plan"]
+    assert program.main(given) == 0
+    plan = capsys.readouterr().out
+    assert "number-prose-1024: 3 questions, 30 answers" in plan
+    assert "hits: VL-Cache: cache hit rate, 6 prompts" in plan
 
 
 # -- the model ------------------------------------------------------------------------------
@@ -740,3 +965,28 @@ def test_states_on_the_real_weights() -> None:
     assert light.kept_tokens == heavy.kept_tokens < 0.5 * full.kept_tokens
     assert heavy.blocks_after - light.blocks_after == 4
     assert (light.blocks_before, heavy.cuts) == (70, ((0, 70, heavy.blocks_after),))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm.find_weights() is None, reason=f"needs {smollm.INSTALL}")
+def test_statistics_on_the_real_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command reads one prompt for two statistics; gates that are missing are named."""
+    short = {
+        name: replace(papers.EXPERIMENTS[name], tasks=papers.NUMBERS[1:], prompts=1)
+        for name in ("sparsity", "hits")
+    }
+    monkeypatch.setattr(papers, "EXPERIMENTS", papers.EXPERIMENTS | short)
+    given = ["papers", "--questions", "1", "--output", str(tmp_path)]
+    monkeypatch.setattr(program, "BUILD", tmp_path)
+    assert program.main([*given, "--parts", "sparsity", "hits"]) == 0
+    found = results.read(tmp_path / "papers", papers.read_result)
+    assert list(found) == ["sparsity", "hits"]
+    numbers = {each.name: each for each in cast("Any", found["sparsity"]).numbers}
+    assert numbers["first"].prompts == 1
+    assert 0 < numbers["least"].mean.mean < numbers["most"].mean.mean < 1
+    monkeypatch.setattr(papers, "GATES", str(tmp_path))
+    with pytest.raises(SystemExit):
+        program.main([*given, "--parts", "dilution"])
+    assert "docs/gates.md" in capsys.readouterr().err

@@ -8,6 +8,7 @@ Large Vision-Language Model Inference", 2025.
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class EliteScore(Score):
 
     rows = "after_vision"
     cuts_again = False
+    threshold: ClassVar[float] = ELITE
 
     def __call__(self, view: LayerView) -> Tensor:
         prompt, attention = view.prompt, view.attention
@@ -54,7 +56,7 @@ class EliteScore(Score):
         instruction = torch.zeros_like(is_vision).index_fill(0, rows, True)
         votes = attention.renormalised_column_sums(instruction[None], last, last_row_only=True)
         votes = votes.index_select(-1, rows)  # [S, O]
-        elite = votes >= ELITE * votes.amax(dim=-1, keepdim=True)
+        elite = votes >= self.threshold * votes.amax(dim=-1, keepdim=True)
         seen = is_vision.expand(len(votes), -1).index_copy(
             1, rows, elite | is_vision.index_select(0, rows)
         )

@@ -102,14 +102,14 @@ def _numbers(claims: Sequence[Claim], result: Measured) -> Table:
     for claim in claims:
         each = numbers[claim.number]
         is_difference = claim.judged and claim.near is None
-        here = _number(each.mean, is_difference, claim.percent)
+        here = _number(each.mean, is_difference, claim.percent, digits=1)
         said = verdict(claim, each.mean)
         rows.append([claim.text, claim.printed, here, str(each.prompts), said])
     return Table(["claim", "paper", "here", "n", "verdict"], rows, words=True)
 
 
-def _number(value: Estimate, sign: bool = False, percent: bool = True) -> str:
-    factor, digits = (100, 0) if percent else (1, 2)
+def _number(value: Estimate, sign: bool = False, percent: bool = True, digits: int = 0) -> str:
+    factor, digits = (100, digits) if percent else (1, 2)
     mean, low, high = (
         f"{factor * each:{'+' if sign else ''}.{digits}f}"
         for each in (value.mean, value.low, value.high)
@@ -118,7 +118,8 @@ def _number(value: Estimate, sign: bool = False, percent: bool = True) -> str:
 
 
 def _circumstances(found: Mapping[str, PartResult | Measured]) -> Iterator[Block]:
-    yield Code("\n".join(f"python -m evaluation papers --parts {name}" for name in found))
+    yield Code("python -m evaluation papers --parts NAME")
+    yield Text(f"NAME, in the order of this page: {', '.join(f'`{name}`' for name in found)}.")
     newest = max(found.values(), key=lambda result: str(result.facts["day"])).facts
     made = sorted(
         {f"{each.facts['day']}, revision `{each.facts['revision']}`" for each in found.values()}

@@ -355,7 +355,7 @@ def test_the_page_of_papers_has_what_was_measured(tmp_path: Path) -> None:
     assert results.read(tmp_path, papers.read_result) == {"hits": found}
     write_papers_report(results.read(tmp_path, papers.read_result), tmp_path)
     page = (tmp_path / "README.md").read_text()
-    assert "| rows after vision hit more than all rows |  | +25 [+25, +25] | 2 | agrees |" in page
+    assert "than all rows |  | +25.0 [+25.0, +25.0] | 2 | agrees |" in page
     assert (tmp_path / "hits.png").stat().st_size > 5000
 
 

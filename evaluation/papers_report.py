@@ -38,7 +38,7 @@ measured on a CPU ([line b](../../benchmarks.md#costs-and-gains)): at 10 % a bat
 16k tokens decodes 7.43 [7.22, 7.93] times as fast as stock (VL-Cache 3.0 to 5.6 at 16 prompts of 2k
 and 8k; AirCache 2.1 at 8 of 16k). An eviction takes 2 to 3 % of the prefill of 8k tokens (line c);
 VL-Cache 1 to 6 %, AirCache 4 to 13 %. `python -m benchmarks.run --eager --only grid` measures
-batches of 1 to 16 with 2k and 8k tokens; no machine was free for it yet. Longer prompts and larger
+batches of 1 to 16 with 2k and 8k tokens; it was not run yet. Longer prompts and larger
 batches need a GPU, and so do AirCache's 512 tokens of output."""
 
 

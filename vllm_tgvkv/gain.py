@@ -163,16 +163,23 @@ def layer_kinds(specs: Sequence[KVCacheSpec], vllm_config: VllmConfig) -> list[L
 def draft_kind(model: ModelConfig, kinds: Sequence[LayerKind]) -> LayerKind:
     """Return the layers of a draft model, whose cache stays whole, next to those of a model.
 
+    They have blocks as large as the model's, so their bytes of a token are what these hold.
+
     Raises:
         EvictionConfigError: if they do not fit in blocks of the model's.
     """
+    from vllm_tgvkv.blocks.states import draft_block_factor
+
     num_layers = model.get_total_num_hidden_layers()
     per_layer = 2 * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize
-    num_bytes, evicted = num_layers * per_layer, [kind for kind in kinds if kind.is_evicted]
-    times = sum(kind.bytes_per_token for kind in evicted) // num_bytes
-    if times == 0:
-        raise EvictionConfigError("--draft has a larger cache than the model: give a smaller one")
-    return LayerKind(DRAFTS, num_layers, num_bytes, times=times)
+    evicted = [
+        kind.bytes_per_token // kind.num_layers
+        for kind in kinds
+        if kind.is_evicted
+        for _ in range(kind.num_layers)
+    ]
+    times = draft_block_factor([per_layer] * num_layers, evicted)
+    return LayerKind(DRAFTS, num_layers, -(-sum(evicted) // times), times=times)
 
 
 def cache_specs(vllm_config: VllmConfig) -> list[KVCacheSpec]:
@@ -310,8 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         vllm_config = _configure(options)
         specs = cache_specs(vllm_config)
         kinds = layer_kinds(specs, vllm_config)
-        if options.draft:
-            kinds.append(draft_kind(_draft_config(options), kinds))
+        draft = _draft_config(options) if options.draft else None
+        if draft is not None:
+            kinds.append(draft_kind(draft, kinds))
         block_size = block_size_with(vllm_config, specs, options.block_size)
     except EvictionConfigError as error:
         print(error, file=sys.stderr)
@@ -322,9 +330,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from vllm.platforms import current_platform
 
     from vllm_tgvkv.engine.compatibility import refused_properties
+    from vllm_tgvkv.shared.layer_types import has_delta_nets, has_windows
 
     model = vllm_config.model_config
     refusals = refused_properties(model)
+    if draft is not None:
+        refusals += [f"a draft model with {what}" for what in refused_properties(draft, "draft")]
+        if any(not kind.is_evicted and kind.name != DRAFTS for kind in kinds):
+            refusals.append("drafts of a model whose layers have windows or states")
+        if has_windows(draft.hf_text_config) or has_delta_nets(draft):
+            refusals.append("a draft model whose layers have windows or states")
     result = gain(kinds, options.prompt, options.answer, budget, block_size)
     if options.json:
         layers = [asdict(kind) | {"is_evicted": kind.is_evicted} for kind in kinds]

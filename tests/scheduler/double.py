@@ -44,7 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.configs import AdjustedConfig
 from vllm_tgvkv.blocks.integrity import check_integrity
-from vllm_tgvkv.blocks.manager import EvictingSpec, StateSpec, WindowSpec
+from vllm_tgvkv.blocks.manager import DraftSpec, EvictingSpec, StateSpec, WindowSpec
 from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig
 from vllm_tgvkv.scheduler import scheduler as scheduler_module
 from vllm_tgvkv.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
@@ -100,6 +100,10 @@ class Setup:
     """Tokens of a group of layers with a sliding window; 0 for none."""
     states: int = 0
     """Groups of layers with a state, as in hybrid models."""
+    drafts: int = 0
+    """Tokens of a draft model's block, in blocks of the model; 0 without a draft model."""
+    lookahead: int = 0
+    """Tokens that the draft model writes after those of a step."""
     retention: int | None = 0
     """Tokens between cached windows and states, `--prefix-cache-retention-interval`; None: all,
     and 0, vLLM's default: no more than a repeated prompt needs."""
@@ -200,6 +204,10 @@ def make_scheduler(setup: Setup) -> Scheduler:
     sizes = {"block_size": setup.block_size, "num_kv_heads": 2, "head_size": 4}
     spec = spec_class(**sizes, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer.0", "layer.1"], spec)]
+    tokens_per_block = setup.block_size * max(setup.drafts, 1)
+    if setup.drafts:
+        draft = DraftSpec(**{**sizes, "block_size": tokens_per_block}, dtype=torch.float32)
+        groups.insert(0, KVCacheGroupSpec(["draft.0"], draft))
     if setup.window:
         window_class = SlidingWindowSpec if setup.eviction is None else WindowSpec
         sliding = window_class(**sizes, dtype=torch.float32, sliding_window=setup.window)
@@ -210,7 +218,10 @@ def make_scheduler(setup: Setup) -> Scheduler:
     )
     groups += [KVCacheGroupSpec([f"state.{i}"], state) for i in range(setup.states)]
     adjusted = AdjustedConfig.from_mapping(setup.eviction or {})
-    with mock.patch.object(scheduler_module, "config_of", return_value=adjusted):
+    with (
+        mock.patch.object(scheduler_module, "config_of", return_value=adjusted),
+        mock.patch.object(VllmConfig, "num_lookahead_tokens", setup.lookahead),
+    ):
         scheduler = scheduler_class(
             config,
             KVCacheConfig(
@@ -228,7 +239,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
                 prefix_cache_retention_interval=setup.retention if groups[1:] else None,
             ),
             SimpleNamespace(accept_tokens=lambda *_: True),  # type: ignore[arg-type]
-            block_size=lcm(setup.block_size, state_size) if setup.states else setup.block_size,
+            block_size=lcm(tokens_per_block, state_size) if setup.states else tokens_per_block,
+            hash_block_size=setup.block_size if setup.prefix_caching else None,
             log_stats=False,
         )
     scheduler.use_v2_model_runner = False
@@ -297,7 +309,7 @@ class WorkerDouble:
 
     def __init__(self, setup: Setup, seed: int = 0, verify: bool = True) -> None:
         self.block_size = setup.block_size
-        self.num_states = setup.states
+        self.num_states, self.num_drafts = setup.states, int(setup.drafts > 0)
         self.state_size = setup.block_size if setup.prefix_caching else setup.max_model_len
         self.verify = verify
         self.memory = np.full((setup.num_blocks + 1, setup.block_size), -1, dtype=np.int64)
@@ -417,7 +429,7 @@ class WorkerDouble:
         for name in output.finished_req_ids:
             self.rows.pop(name, None)
         for new in output.scheduled_new_reqs:
-            blocks, *others = new.block_ids
+            blocks, *others = new.block_ids[self.num_drafts :]
             assert new.req_id not in self.rows
             self.num_cached[new.req_id] = new.num_computed_tokens
             self.rows[new.req_id] = Row(
@@ -434,7 +446,7 @@ class WorkerDouble:
             new_blocks = cached.new_block_ids[i]
             if name in cached.resumed_req_ids:
                 assert new_blocks is not None
-                row.blocks, *others = (list(blocks) for blocks in new_blocks)
+                row.blocks, *others = map(list, new_blocks[self.num_drafts :])
                 row.states = others[len(others) - self.num_states :]
                 row.last_state = None
                 if name in self.late:
@@ -443,7 +455,7 @@ class WorkerDouble:
                     self._chains.pop(name, None)
                 row.tokens = list(cached.all_token_ids[name])
             elif new_blocks is not None:
-                row.blocks.extend(new_blocks[0])
+                row.blocks.extend(new_blocks[self.num_drafts])
                 first = len(new_blocks) - self.num_states
                 for blocks, added in zip(row.states, new_blocks[first:], strict=True):
                     blocks.extend(added)

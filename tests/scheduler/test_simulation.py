@@ -85,7 +85,18 @@ def make_workload(seed: int) -> Workload:
     preemptions = {rng.randrange(120): rng.randrange(64) for _ in range(rng.choice((0, 1, 6)))}
     # vLLM refuses to reset a cache whose blocks are freed later.
     setup = dataclasses.replace(setup, reads=not resets and rng.random() < 0.5)
-    return Workload(setup, jobs, aborts, resets, preemptions)
+    return Workload(with_drafts(setup, rng), jobs, aborts, resets, preemptions)
+
+
+def with_drafts(setup: Setup, rng: random.Random) -> Setup:
+    """Return the setup with a draft model, whose blocks one request has room for, or as it is."""
+    drafts, lookahead = rng.choice((0, 0, 0, 1, 3)), rng.choice((1, 3))
+    if not drafts or setup.states:
+        return setup
+    more = -(-setup.max_model_len // (drafts * setup.block_size))
+    return dataclasses.replace(
+        setup, num_blocks=setup.num_blocks + more, drafts=drafts, lookahead=lookahead, reads=False
+    )
 
 
 def make_pressed(seed: int) -> Workload:
@@ -134,7 +145,7 @@ def make_pressed(seed: int) -> Workload:
     resets = {rng.randrange(80)} if rng.random() < 0.1 else set()
     has_one_group = not (setup.window or setup.states)
     setup = dataclasses.replace(setup, reads=has_one_group and not resets and rng.random() < 0.5)
-    return Workload(setup, jobs, aborts, resets, preemptions)
+    return Workload(with_drafts(setup, rng), jobs, aborts, resets, preemptions)
 
 
 def make_steps(rng: random.Random, first: int, last: int, most: int) -> list[tuple[int, float]]:

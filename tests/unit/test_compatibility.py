@@ -264,6 +264,22 @@ REFUSED = [
         **DRAFTING,
         **STAGES,
     ),
+    *(
+        case(
+            "a draft model whose checkpoint asks for a quantised cache yet: use --kv-cache-dtype "
+            "bfloat16, remove --speculative-config",
+            "wide",
+            speculative_config={**DRAFTS, "model": name},
+        )
+        for name in ("fp8", "fp8 of heads")
+    ),
+    case(
+        "one kind of blocks for all layers (--disable-hybrid-kv-cache-manager) and a draft ... "
+        "remove the flag",
+        speculative_config=DRAFTS,
+        disable_hybrid_kv_cache_manager=True,
+    ),
+    case("--runner draft yet: serve another model", runner="draft"),
     case(
         "a draft model that sees images, with which vLLM itself does not work, yet: use a language",
         "prefix",
@@ -341,8 +357,10 @@ def test_what_is_refused_before_a_model_is_loaded(
     folder: Folder, tmp_path: Path, model: str, options: dict[str, Any], said: str
 ) -> None:
     path = folder(model)
-    if options.get("speculative_config") is DRAFTS:
-        options = {**options, "speculative_config": {**DRAFTS, "model": path}}
+    drafting = options.get("speculative_config", {})
+    if drafting.get("method") == "draft_model":
+        draft = folder(drafting.get("model", model))
+        options = {**options, "speculative_config": {**drafting, "model": draft}}
     if options.get("eviction") == "gates":
         write_gates(tmp_path, "rg", 2, 64, 2)
         options = {**options, "eviction": settings(gates=str(tmp_path))}
@@ -448,7 +466,7 @@ CHANGED = [
             (
                 "draft_model_config.runner_type",
                 "pooling",
-                "is or has --runner pooling yet: use another draft model, remove",
+                "a draft model with --runner pooling yet: use another draft model, remove",
             ),
             (
                 "draft_model_config.hf_text_config.layer_types",

@@ -7,6 +7,7 @@ layers by the sizes of their pages, which change with the heads of a rank.
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,13 +152,22 @@ WINDOW = WindowSpec(
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        (full_attention("draft_model", 5, 2, 64), "a larger cache than the model itself"),
-        (full_attention("draft_model", 4, 1, 64), "4 layers for 6 of the same size"),
-        ({"draft_model.attn": WINDOW}, "layers without full attention"),
+        (
+            full_attention("draft_model", 5, 2, 64),
+            "a larger cache than the model itself (40960 bytes for 24576) yet: use a smaller",
+        ),
+        (
+            full_attention("draft_model", 4, 1, 64),
+            "4 layers for 6 of the same size yet: use a draft model with at most 3 layers or more "
+            "than 4,",
+        ),
+        ({"draft_model.attn": WINDOW}, "layers without full attention yet: use another"),
     ],
 )
 def test_draft_models_that_do_not_fit_are_refused(own: Any, said: str) -> None:
     model = full_attention("model", 6, 1, 64)
-    with pytest.raises(UnsupportedByEvictionError, match=f"a draft model .* that has {said} yet"):
+    with pytest.raises(
+        UnsupportedByEvictionError, match=f"a draft model .* that has {re.escape(said)}"
+    ):
         with_draft_specs({**model, **own}, own.keys())
     assert with_draft_specs(model, set()) == model

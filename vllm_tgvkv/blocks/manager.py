@@ -560,13 +560,17 @@ class DraftManager(OtherLayersManager, FullAttentionManager):
 
 
 def connect_managers(
-    managers: Sequence[SingleTypeKVCacheManager], num_steps: int, num_lookahead: int
+    managers: Sequence[SingleTypeKVCacheManager],
+    num_steps: int,
+    num_lookahead: int,
+    max_model_len: int,
 ) -> tuple[int, EvictingManager, list[SingleTypeKVCacheManager]]:
     """Let the managers of all groups of layers know each other.
 
     Args:
         num_steps: steps that are in flight at the same time.
         num_lookahead: tokens that a draft model writes after those of a step.
+        max_model_len: most tokens of a request, with these.
 
     Returns:
         The index of the group that is evicted, its manager, and the managers of other layers.
@@ -578,7 +582,7 @@ def connect_managers(
     )
     others = [other for other in managers if other is not manager]
     drafts = [other for other in others if isinstance(other, DraftManager)]
-    manager.others = OtherBlocks(others, num_steps, drafts, num_lookahead)
+    manager.others = OtherBlocks(others, num_steps, drafts, num_lookahead, max_model_len)
     for other in others:
         if isinstance(other, OtherLayersManager):
             other.evicting = manager

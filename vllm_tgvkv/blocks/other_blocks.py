@@ -33,6 +33,7 @@ class OtherBlocks:
         num_steps: int = 1,
         drafts: Sequence[SingleTypeKVCacheManager] = (),
         num_lookahead: int = 0,
+        max_model_len: int = 0,
     ) -> None:
         """Make it for a scheduler.
 
@@ -41,8 +42,10 @@ class OtherBlocks:
             num_steps: steps that are in flight at the same time.
             drafts: those of draft models.
             num_lookahead: tokens that a draft model writes after those of a step.
+            max_model_len: most tokens of a request, with these.
         """
-        self.drafts, self._num_lookahead = drafts, num_lookahead
+        self.drafts, self.num_lookahead = drafts, num_lookahead
+        self._max_model_len = max_model_len
         self._windows = [each for each in managers if isinstance(each, SlidingWindowManager)]
         self._states = [each for each in managers if isinstance(each, MambaManager)]
         self.caches_states = any(map(_caches_states, self._states))
@@ -60,7 +63,7 @@ class OtherBlocks:
 
     def num_drafting(self, num_tokens: int) -> int:
         """Return the blocks of draft models once a step ends at `num_tokens` of a request."""
-        num_tokens += self._num_lookahead
+        num_tokens = min(num_tokens + self.num_lookahead, self._max_model_len)
         return sum(cdiv(num_tokens, each.block_size) for each in self.drafts)
 
     def windows(self, num_tokens: int) -> int:

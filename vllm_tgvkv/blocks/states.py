@@ -11,7 +11,7 @@ block they have as many tokens as fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NoReturn
 
@@ -82,15 +82,10 @@ def with_draft_specs(specs: Mapping[str, KVCacheSpec], drafts: Set[str]) -> dict
     others = {name: spec for name, spec in specs.items() if name not in drafts}
     evicted = evicted_specs(others).values()
     if any(not isinstance(spec, EvictingSpec) for spec in own.values()):
-        _refuse_drafts("layers without full attention")
-    evicted_bytes = sum(spec.page_size_bytes for spec in evicted)
-    times = evicted_bytes // sum(spec.page_size_bytes for spec in own.values())
-    pages = {spec.page_size_bytes for spec in (*own.values(), *evicted)}
-    if times == 0:
-        _refuse_drafts("a larger cache than the model itself")
-    if times == 1 and len(pages) == 1 and len(evicted) >= 1.5 * len(own):
-        # vLLM would split the model's layers into two groups as small as the draft model's.
-        _refuse_drafts(f"{len(own)} layers for {len(evicted)} of the same size")
+        _refuse_drafts("layers without full attention", "use another draft model")
+    times = draft_block_factor(
+        *([spec.page_size_bytes for spec in some] for some in (own.values(), evicted))
+    )
     own = {
         name: replace(replace_as(spec, DraftSpec), block_size=times * spec.block_size)
         for name, spec in own.items()
@@ -98,10 +93,36 @@ def with_draft_specs(specs: Mapping[str, KVCacheSpec], drafts: Set[str]) -> dict
     return {**own, **others}
 
 
-def _refuse_drafts(what: str) -> NoReturn:
+def draft_block_factor(own: Sequence[int], evicted: Sequence[int]) -> int:
+    """Return how many blocks' tokens of a model a block of its draft model has.
+
+    Args:
+        own: bytes of a page, or of a token, of each layer of the draft model.
+        evicted: the same of the model's layers with full attention.
+
+    Raises:
+        UnsupportedByEvictionError: if the draft model's layers do not fit in the model's blocks.
+    """
+    times = sum(evicted) // sum(own)
+    if times == 0:
+        _refuse_drafts(
+            f"a larger cache than the model itself ({sum(own)} bytes for {sum(evicted)})",
+            "use a smaller draft model",
+        )
+    if times == 1 and len({*own, *evicted}) == 1 and len(evicted) >= 1.5 * len(own):
+        # vLLM would split the model's layers into two groups as small as the draft model's.
+        _refuse_drafts(
+            f"{len(own)} layers for {len(evicted)} of the same size",
+            f"use a draft model with at most {len(evicted) // 2} layers or more than "
+            f"{int(len(evicted) / 1.5)}",
+        )
+    return times
+
+
+def _refuse_drafts(what: str, way_out: str) -> NoReturn:
     raise UnsupportedByEvictionError(
         f"--kv-eviction does not work with a draft model (--speculative-config) that has {what} "
-        "yet: use a smaller draft model, remove --speculative-config, or leave out --kv-eviction"
+        f"yet: {way_out}, remove --speculative-config, or leave out --kv-eviction"
     )
 
 

@@ -101,9 +101,9 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
         config.gates.check_model(layers, model.get_hidden_size(), kv_heads)
 
 
-def refused_properties(model: ModelConfig) -> list[str]:
+def refused_properties(model: ModelConfig, runner: str = "generate") -> list[str]:
     """Return everything for which a model is refused, as messages name it."""
-    return [what for is_refused, what, _ in _model_refusals(model) if is_refused]
+    return [what for is_refused, what, _ in _model_refusals(model, runner) if is_refused]
 
 
 def clear_nominal_window(vllm_config: VllmConfig) -> None:
@@ -118,8 +118,8 @@ def clear_nominal_window(vllm_config: VllmConfig) -> None:
         vllm_config.cache_config.sliding_window = None
 
 
-def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
-    """List what the model may not be or have."""
+def _model_refusals(model: ModelConfig, runner: str = "generate") -> tuple[Refusal, ...]:
+    """List what the model may not be or have; `runner` is vLLM's name for what it is used as."""
     other = "serve another model"
     text = model.hf_text_config
     states = (model.is_hybrid or model.has_inner_state) and not has_delta_nets(model)
@@ -133,7 +133,7 @@ def _model_refusals(model: ModelConfig) -> tuple[Refusal, ...]:
     value_size = 0 if padded else getattr(text, "v_head_dim", None)
     return (
         (
-            model.runner_type not in ("generate", "draft"),  # vLLM's name for a draft model's
+            model.runner_type != runner,
             f"--runner {model.runner_type}",
             other,
         ),
@@ -459,6 +459,8 @@ def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
 
 def _draft_model_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusal, ...]:
     """List what a draft model may not be or have; nothing for drafts without a model."""
+    from vllm.config import VllmConfig as Config
+
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return ()
@@ -467,12 +469,19 @@ def _draft_model_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[
     other = f"use another draft model, {(remove := 'remove --speculative-config')}"
     is_mixed = has_windows(model.hf_text_config) or has_delta_nets(model)
     sees_images = vllm_config.model_config.is_multimodal_model and model.is_multimodal_model
+    quantisation = Config.get_quantization_config(model, vllm_config.load_config)
     return (
         *(
-            (is_refused, f"a draft model that is or has {what}", other)
-            for is_refused, what, _ in _model_refusals(model)
+            (is_refused, f"a draft model with {what}", other)
+            for is_refused, what, _ in _model_refusals(model, "draft")
         ),
         (is_mixed, "a draft model whose layers have windows or states", other),
+        (
+            vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+            "one kind of blocks for all layers (--disable-hybrid-kv-cache-manager) and a draft "
+            "model, whose layers have blocks of their own,",
+            f"remove the flag, {remove}",
+        ),
         (
             # The first image ends the engine.
             speculative.uses_draft_model() and sees_images,
@@ -493,6 +502,12 @@ def _draft_model_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[
             kind not in (None, vllm_config.cache_config.cache_dtype),
             f"a draft model with another kind of cache ({kind})",
             "leave kv_cache_dtype out of --speculative-config",
+        ),
+        (
+            # vLLM would read it where it builds the draft model, after the model itself.
+            dtype == "auto" and getattr(quantisation, "kv_cache_scheme", None),
+            "a draft model whose checkpoint asks for a quantised cache",
+            f"use --kv-cache-dtype {_plain_cache(vllm_config.model_config)}, {remove}",
         ),
         (
             dtype not in _PLAIN_CACHES,

@@ -104,8 +104,9 @@ class Pressure:
             num_drafts: tokens that are drafted for each request in a step.
         """
         self._manager = manager
-        self._growing = (manager, *manager.others.drafts)
-        """Managers of layers that hold every new token."""
+        drafts, num_lookahead = manager.others.drafts, manager.others.num_lookahead
+        self._growing = ((manager, 0), *((each, num_lookahead) for each in drafts))
+        """Managers of layers that hold every new token, and how many they hold in advance."""
         self._candidates = candidates
         self._query_rows = query_rows
         self._max_model_len = max_model_len
@@ -173,7 +174,7 @@ class Pressure:
     def _ample(self, num_running: int) -> int:
         """Return free blocks with which running requests are not short for a while."""
         num_tokens = 2 * (self._most_votes + self._num_ahead)
-        num_blocks = sum(cdiv(num_tokens, each.block_size) + 1 for each in self._growing)
+        num_blocks = sum(cdiv(num_tokens, each.block_size) + 1 for each, _ in self._growing)
         return 2 * num_blocks * num_running
 
     def _longest(self, request: Request) -> int:
@@ -199,11 +200,15 @@ class Pressure:
         return max(votes, default=PRESSURE_ROWS) + self._num_ahead
 
     def _growth(self, running: Sequence[Request], num_near: int) -> _Growth:
-        growths = [self._growth_of(each, running, num_near) for each in self._growing]
+        growths = [self._growth_of(*each, running, num_near) for each in self._growing]
         return _Growth(*map(sum, zip(*growths, strict=True)))
 
     def _growth_of(
-        self, manager: SingleTypeKVCacheManager, running: Sequence[Request], num_near: int
+        self,
+        manager: SingleTypeKVCacheManager,
+        num_lookahead: int,
+        running: Sequence[Request],
+        num_near: int,
     ) -> tuple[int, int, int]:
         """Return the fields of a `_Growth` for one group of layers."""
         rows, size = manager.req_to_blocks, manager.block_size
@@ -212,7 +217,8 @@ class Pressure:
             num_known = request.num_tokens
             if request.num_computed_tokens > num_known:
                 num_known = request.num_computed_tokens
-            num_left = request.num_prompt_tokens + request.max_tokens - num_known
+            num_known += num_lookahead
+            num_left = request.num_prompt_tokens + request.max_tokens + num_lookahead - num_known
             if num_left > self._max_model_len - num_known:
                 num_left = self._max_model_len - num_known
             num_room = len(rows[request.request_id]) * size - num_known
@@ -244,6 +250,7 @@ class Pressure:
                 break
             else:
                 total += cdiv(request.num_tokens, manager.block_size)
+                total += manager.others.num_drafting(request.num_tokens)
         return total + manager.num_watermark
 
     # -- cuts ---------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class EvictionScheduler(Scheduler):
         managers = self.kv_cache_manager.coordinator.single_type_managers
         num_steps = self.vllm_config.max_concurrent_batches
         self.group, self.manager, self.other_managers = connect_managers(
-            managers, num_steps, self.num_lookahead_tokens
+            managers, num_steps, self.num_lookahead_tokens, self.max_model_len
         )
         self.tokens_per_block = self.manager.block_size
         """N. vLLM's own `block_size` is a multiple of it if there are groups of other layers."""

@@ -309,7 +309,8 @@ def test_drafts_under_pressure_change_nothing(
     assert_changes_agree(drafting, Oracle(folder), asks, outputs)
     found = Counter(cause for each in outputs for cause in causes_of(each))
     assert found["pressure"] >= 6
-    assert found["restored"] or drafting.scheduler.block_size > BLOCK_SIZE, "none came back"
+    if drafting.scheduler.block_size == BLOCK_SIZE:  # else most prompts have a block without a hash
+        assert found["restored"]
     assert draft_counts(drafting)[1] > accepted + 10
 
 

@@ -64,7 +64,11 @@ def hybrid(**fields: Any) -> Double:
 def test_blocks_that_leave_little_choice_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long ones, and a budget that keeps too few for layers to differ."""
     lines: list[str] = []
-    warning = lambda message, *values: lines.append(message % values)  # noqa: E731
+
+    def warning(message: str, *values: Any) -> None:
+        if "give 0." not in (line := message % values):  # a budget that may have meant a percentage
+            lines.append(line)
+
     monkeypatch.setattr(scheduler.logger, "warning", warning)
     few = "prompts of fewer than {} tokens"
     for size, fields, wanted in (

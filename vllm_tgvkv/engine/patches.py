@@ -17,7 +17,7 @@
 | `rejection_sampler.expand_batch_to_tokens` (replaced by a function of `worker/cpu.py`) | on CPU it loses numbers that are not int64, among them the temperatures and top k of requests with drafts | vLLM's `_expand_kernel_impl` returns them, which a test in `tests/unit/test_patches.py` notices |
 
 The first three are wrapped when the plugin loads, and pass everything through unless eviction is
-switched on. The others are wrapped when it is, the four before the last one in servers only, that one in the processes of CPU workers. `tests/unit/test_patches.py` fails when one of them
+switched on. The others are wrapped when it is, the four before the last one in servers only, that one in the processes of CPU workers with drafts. `tests/unit/test_patches.py` fails when one of them
 changes its signature.
 """  # noqa: E501
 

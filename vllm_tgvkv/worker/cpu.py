@@ -44,9 +44,10 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
     evicting_backend = "vllm_tgvkv.attention.cpu.EvictingCPUBackend"
 
     def init_device(self) -> None:
-        """Prepare the device, and repair the sampling of drafts in this process."""
+        """Prepare the device, and repair the sampling of drafts in this process, for good."""
         super().init_device()
-        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        if self.vllm_config.speculative_config is not None:
+            rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model, and allocate room for hidden states from another pipeline stage.

@@ -128,7 +128,9 @@ def _circumstances(found: Mapping[str, PartResult | Measured]) -> Iterator[Block
         for group in ("versions", "machine")
     )
     yield Text(
-        f"All together take less than an hour on two free cores. Made {'; '.join(made)}. "
+        "By their CPU time, about 40 minutes, all together fit into an hour on two cores; the gates of "
+        "DBTrimKV are [trained](../../gates.md#what-was-measured) before. "
+        f"Made {'; '.join(made)}. "
         f"{versions}. Machine: {machine}. Written from [{FILE}]({FILE}) by "
         "`python -m evaluation papers --report`."
     )

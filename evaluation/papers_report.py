@@ -128,8 +128,8 @@ def _circumstances(found: Mapping[str, PartResult | Measured]) -> Iterator[Block
         for group in ("versions", "machine")
     )
     yield Text(
-        "By their CPU time, about 40 minutes, all together fit into an hour on two cores; the gates of "
-        "DBTrimKV are [trained](../../gates.md#what-was-measured) before. "
+        "By their CPU time, about 40 minutes, all together fit into an hour on two cores; the gates "
+        "of DBTrimKV are [trained](../../gates.md#what-was-measured) before. "
         f"Made {'; '.join(made)}. "
         f"{versions}. Machine: {machine}. Written from [{FILE}]({FILE}) by "
         "`python -m evaluation papers --report`."

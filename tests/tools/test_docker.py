@@ -375,7 +375,7 @@ def test_compose_serves_and_watches(serve_parser: FlexibleArgumentParser, profil
     for config in ("", "llava-1.5-7b/quality"):
         words = composed(profile, CONFIG=config)[name]["command"]
         args = serve(serve_parser, *in_repository(words))
-        assert args.kv_eviction in ("tgv", "snapkv")
+        assert args.kv_eviction == "reach"
         if config:
             assert args.model == "llava-hf/llava-1.5-7b-hf"
         if profile == "cpu":
@@ -412,7 +412,7 @@ def test_two_nodes_meet(serve_parser: FlexibleArgumentParser) -> None:
         assert (args.nnodes, args.node_rank, args.master_addr) == (2, rank, "10.0.0.1")
         assert args.headless == (rank == 1)
         assert args.tensor_parallel_size * args.pipeline_parallel_size == 16
-        assert args.kv_eviction == "tgv"
+        assert args.kv_eviction == "reach"
         found.append(vars(args))
         services.append(service)
     different = {key for key in found[0] if found[0][key] != found[1][key]}
@@ -1020,7 +1020,7 @@ def test_autoscaler_gets_numbers_from_prometheus(tmp_path: Path) -> None:
     (rule,) = read(DOCKER / "helm/prometheus-adapter.yaml")["rules"]["custom"]
     (matches, written) = rule["name"]["matches"], rule["name"]["as"].replace("${1}", r"\1")
     pods = {
-        # Two engines; each has blocks in three kinds of layers.
+        # Two engines; each has blocks in four kinds of layers.
         "a": {"num_requests_waiting": [3, 4], "num_requests_running": [50, 60]}
         | {"kv_eviction_blocks_held": [100, 200]},
         "b": {"num_requests_waiting": [0], "num_requests_running": [8]}
@@ -1029,7 +1029,7 @@ def test_autoscaler_gets_numbers_from_prometheus(tmp_path: Path) -> None:
     expected = {
         "vllm_num_requests_waiting": {"a": 7, "b": 0},
         "vllm_num_requests_running": {"a": 110, "b": 8},
-        "vllm_kv_eviction_blocks_held": {"a": 900, "b": 30},
+        "vllm_kv_eviction_blocks_held": {"a": 1200, "b": 40},
     }
     labels = [{"namespace": "ns", "pod": pod} for pod in pods]
     other = {"namespace": "other", "pod": "a"}

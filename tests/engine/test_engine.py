@@ -152,6 +152,7 @@ def test_report_and_totals(evicting: SteppedEngine) -> None:
     }
     assert report == {
         "policy": evicting.evictor.config.policy,
+        "understood": "10 % of the prompt",
         "prompt_tokens": 300,
         "budget": 0.1,
         "defer": 0,

@@ -25,6 +25,7 @@ from tests.engine.questions import DEBUG, HEAD_SCORES, VISION_TOKENS, album, bud
 from tests.engine.running import Ask, SteppedEngine, assert_agrees, stable_ask
 from tests.inputs import WITHOUT_GATES
 from tests.models import LLAVA_IMAGE, random_image, random_text
+from vllm_tgvkv.shared.budget import Budget
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -206,6 +207,8 @@ def assert_report(output: Any, expected: Expected, kept: torch.Tensor, blocks: i
     memory = report.pop("memory")
     assert memory["before"] * sizes["blocks_after"] == memory["after"] * sizes["blocks_before"]
     assert memory["given_back"] <= memory["before"] - memory["after"]
+    budget = Budget.parse(expected.ask.xargs["kv_eviction_budget"], "")
+    assert report.pop("understood") == f"{budget}{budget.doubt}"
     assert report == {
         "policy": expected.case.method,
         "prompt_tokens": len(expected.prompt.token_ids),

@@ -87,18 +87,22 @@ class RaggedKeys(RowKeys):
         return self.tables, self.positions()
 
     def places(self, layer: int, num_layers: int) -> Tensor:
+        places, present = self._places(layer, num_layers)
+        return places.mul_(present)
+
+    def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
+        places, present = self._places(layer, num_layers)
+        found = numbers.flatten().index_select(0, places.flatten()).view_as(places)
+        return torch.where(present, found, 0)
+
+    def _places(self, layer: int, num_layers: int) -> tuple[Tensor, Tensor]:
+        """Return the keys' places, any of the head's for those that are not there, and who is."""
         size, pairs = self.shape.block_size, self.of_layers(layer, num_layers, self.shape.num_heads)
         columns = self.columns[pairs].long()
         present = columns < self.num_tokens
         columns = torch.where(present, columns, 0)
         pages = self.tables[pairs].gather(1, columns // size).long()
-        return pages.mul_(size).add_(columns % size).mul_(present)
-
-    def read(self, numbers: Tensor, layer: int, num_layers: int) -> Tensor:
-        places = self.places(layer, num_layers)
-        found = numbers.flatten().index_select(0, places.flatten()).view_as(places)
-        present = self.present_in(layer, num_layers, self.shape.num_heads)
-        return torch.where(present, found, 0)
+        return pages.mul_(size).add_(columns % size), present
 
     def settled(self, positions: Tensor, offsets: Tensor) -> Tensor:
         """Return the tokens of a new region in an order that leaves most of them in their slots.

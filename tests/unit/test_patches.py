@@ -29,6 +29,7 @@ from vllm.v1.sample import rejection_sampler
 
 from vllm_tgvkv.engine import patches
 from vllm_tgvkv.plugin import UnsupportedVllmError, check_vllm_version, register
+from vllm_tgvkv.server.streams import transfers_of
 from vllm_tgvkv.worker.cpu import expand_batch_to_tokens
 
 CHAT = ["self", "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache"]
@@ -120,18 +121,19 @@ def test_wrapping_twice_wraps_once() -> None:
 
 
 def test_a_report_stays_where_results_are_taken_together() -> None:
-    """A choice has ended; another one goes on, or ends as well."""
+    """A choice has ended; another one goes on, or ends as well, and ends are told apart."""
     patches.install_serving()
 
     def result(index: int, transfer: dict[str, int] | None) -> RequestOutput:
         choice = CompletionOutput(index, "a", [1], None, None)
         return RequestOutput("r", None, [1], None, [choice], False, kv_transfer_params=transfer)
 
-    for following, kept in ((None, {"first": 1}), ({"second": 2}, {"second": 2})):
+    for following in (None, {"second": 2}):
         together = result(0, {"first": 1})
         together.add(result(1, following), aggregate=False)
+        together.add(result(1, None), aggregate=True)
         assert [choice.index for choice in together.outputs] == [0, 1]
-        assert together.kv_transfer_params == kept
+        assert transfers_of(together) == {0: {"first": 1}, 1: following}
 
 
 def test_the_table_lists_what_is_wrapped() -> None:

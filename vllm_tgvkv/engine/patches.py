@@ -13,7 +13,7 @@
 | `BaseServing._check_model` | a stream has begun, and a new image is in the cache, when `process_inputs` is called; beside `vllm_xargs` an option would be ignored | vLLM validates parameters before it renders a prompt |
 | `OpenAIServingChat.chat_completion_stream_generator` | the events of a stream have no place for a report | they carry `kv_transfer_params` |
 | `OpenAIServingCompletion.completion_stream_generator` | the same | the same |
-| `RequestOutput.add` | of several choices' results that a stream takes together, the last one's `kv_transfer_params` replace a report, also by None | it keeps them |
+| `RequestOutput.add` | of several choices' results that a stream takes together, the last one's `kv_transfer_params` replace the others' | each choice has its own |
 | `rejection_sampler.expand_batch_to_tokens` (replaced by a function of `worker/cpu.py`) | on CPU it loses numbers that are not int64, among them the temperatures and top k of requests with drafts | vLLM's `_expand_kernel_impl` returns them, which a test in `tests/unit/test_patches.py` notices |
 
 The first three are wrapped when the plugin loads, and pass everything through unless eviction is
@@ -68,7 +68,6 @@ from vllm_tgvkv.shared.errors import EvictionConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.entrypoints.serve.engine.serving import BaseServing
-    from vllm.outputs import RequestOutput
     from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
@@ -124,12 +123,12 @@ def install_serving() -> None:
     from vllm.entrypoints.serve.engine.serving import BaseServing
     from vllm.outputs import RequestOutput
 
-    from vllm_tgvkv.server.streams import with_reports
+    from vllm_tgvkv.server.streams import add_result, with_reports
 
     _wrap(BaseServing, "_check_model", _check_request)
     _wrap(OpenAIServingChat, "chat_completion_stream_generator", with_reports)
     _wrap(OpenAIServingCompletion, "completion_stream_generator", with_reports)
-    _wrap(RequestOutput, "add", _add_result)
+    _wrap(RequestOutput, "add", add_result)
 
 
 def install_metrics() -> None:
@@ -414,16 +413,6 @@ async def _check_request(original: Callable[..., Any], serving: BaseServing, req
             raise VLLMValidationError(message, parameter=key)
         _refuse_wrong_options(processor, getattr(request, "vllm_xargs", None) or {})
     return error
-
-
-def _add_result(
-    original: Callable[..., None], result: RequestOutput, following: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Keep the report of a choice that has ended before the following result's."""
-    transfer = result.kv_transfer_params
-    original(result, following, *args, **kwargs)
-    if result.kv_transfer_params is None:
-        result.kv_transfer_params = transfer
 
 
 def _defaults_of(processor: InputProcessor) -> Defaults:

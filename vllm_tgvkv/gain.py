@@ -89,7 +89,7 @@ class Gain:
     def verdict(self) -> str:
         """What memory alone tells, in words."""
         if self.ratio < _LITTLE:
-            return "gains nothing here: requests keep their memory."
+            return "gains little here: requests keep nine tenths of their memory, or all."
         return (
             f"gains up to {self.ratio:.1f} times the requests at once, where memory is what limits "
             "them and not --max-num-seqs or computing; python -m vllm_tgvkv.fleet tells for a GPU."
@@ -314,9 +314,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         budget = Budget.parse(options.budget, "--budget")
+        built = options.model
         vllm_config = _configure(options)
         specs = cache_specs(vllm_config)
         kinds = layer_kinds(specs, vllm_config)
+        built = options.draft or built
         draft = _draft_config(options) if options.draft else None
         if draft is not None:
             kinds.append(draft_kind(draft, kinds))
@@ -325,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except Exception as error:  # whatever vLLM raises for a model that it cannot build here
-        print(cannot_build(options.model, error), file=sys.stderr)
+        print(cannot_build(built, error), file=sys.stderr)
         return 1
     from vllm.platforms import current_platform
 

@@ -290,6 +290,9 @@ def test_only_the_admin_changes_defaults(
         found = server.get("/kv-eviction/status", headers={"Authorization": "Bearer right"}).json()
         assert found["defaults"] == answer.json()
         assert found["settings"]["policy"] == "tgv"
+    for method, body in (("PATCH", {"json": CHANGE}), ("DELETE", {})):
+        answer = server.request(method, "/kv-eviction/defaults", headers=headers, **body)
+        assert answer.status_code == code
 
 
 def test_defaults_that_are_wrong_or_cannot_be_written(

@@ -52,10 +52,10 @@ def test_windows_and_verdicts() -> None:
     # A ratio of three, of a little more than one, and of one.
     for fraction, verdict in ((0.3, "gains up to 3.3 times"), (0.8, "gains up to 1.3 times")):
         assert verdict in gain([FULL], 8192, 16, Budget(fraction=fraction), 16).verdict
-    assert "gains nothing" in gain([FULL], 8192, 16, Budget(fraction=1.0), 16).verdict
+    assert "gains little" in gain([FULL], 8192, 16, Budget(fraction=1.0), 16).verdict
     below_one_block = gain([FULL], 15, 20, Budget(fraction=0.1), 16)
     assert below_one_block.before == below_one_block.after == 3 * 16_000
-    assert "gains nothing" in below_one_block.verdict
+    assert "gains little" in below_one_block.verdict
 
 
 def llava() -> Any:

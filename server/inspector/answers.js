@@ -73,7 +73,7 @@ export const memoryKept = ({ blocks, blocks_before: before, memory }) =>
 
 /** What eviction does not reach, in words. @param {Evicted} evicted */
 function fixedName({ memory }) {
-  const fixed = memory ? memory.windows + memory.states + memory.drafts : 0;
+  const fixed = memory ? memory.windows + memory.states + (memory.drafts ?? 0) : 0;
   return fixed ? `; windows, states and drafts keep ${percent(fixed / memory.before)} of the memory` : "";
 }
 

@@ -15,13 +15,14 @@ export function holds(text, expected) {
 }
 
 /**
- * What an answer is beside the full cache's, of which either may have ended earlier.
+ * What an answer is beside the full cache's. Either may have ended earlier.
  *
  * @param {string} expected  empty if it is not known
  * @returns {keyof typeof SIGNS}
  */
 export function verdictOf(text, fullText, expected) {
   if (expected && holds(text, expected)) return "right";
+  if (expected && holds(fullText, expected)) return "different";
   const [one, full] = [text.trim(), fullText.trim()];
   if (one === full) return "same";
   const begun = one && full && (one.startsWith(full) || full.startsWith(one));

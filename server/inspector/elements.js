@@ -11,12 +11,12 @@ export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 export const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
 
-/** @param {number|string} budget  a fraction, tokens per head, or `auto:SHARE` */
+/** @param {number|string} budget  a fraction, tokens per head, or `auto:SHARE,min=...,max=...` */
 export function budgetName(budget) {
   const number = Number(budget);
   if (number <= 1) return percent(number);
   if (number > 1) return plural(number, "token");
-  return `Automatic, ${percent(Number(String(budget).slice("auto:".length)))} of the attention`;
+  return `Automatic, ${percent(parseFloat(String(budget).slice("auto:".length)))} of the attention`;
 }
 
 /** @param {Record<string, string|number>} attributes  in addition to class and text */

@@ -8,8 +8,14 @@ import { FORMAT, openRecord } from "./record.js";
 const SIDE = 336;
 const LETTERS = [..."ABCDEFGHJKLMNPRSTUVWXYZ"];
 
-/** Few models have one of their own. */
-export const fillSample = async () => openRecord(await api("sample").catch(drawnQuestion));
+/** Fill in the model's own question, or one about a drawn page: few models have their own. */
+export async function fillSample() {
+  const found = await api("sample").catch((error) => {
+    if (error.status !== 404) throw error;
+    return drawnQuestion();
+  });
+  openRecord(found);
+}
 
 /** A record of a question about a page with four keys and their values. */
 function drawnQuestion() {

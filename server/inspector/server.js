@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /** Requests to the server, below the page's own address. */
 
-/** @returns {Promise<any>} the answer's JSON; throws an Error with a message for the reader */
+/**
+ * @returns {Promise<any>} the answer's JSON; throws an Error with a message for the reader and the
+ *   `status`
+ */
 export async function api(path, options = {}) {
   let response;
   try {
@@ -13,7 +16,9 @@ export async function api(path, options = {}) {
   }
   const body = await response.json().catch(() => null);
   options.signal?.throwIfAborted();
-  if (!response.ok) throw new Error(explain(response.status, body));
+  if (!response.ok) {
+    throw Object.assign(new Error(explain(response.status, body)), { status: response.status });
+  }
   if (body === null) throw new Error("The server's answer could not be read. Try again.");
   return body;
 }

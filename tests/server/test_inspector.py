@@ -751,6 +751,7 @@ VERDICTS = [
     ("3895980", " 3895980.\n", "", "same up to here"),
     (" 3895980.", "3895980. ", "77", "same"),
     ("38959801", "3895980.", "3895980", "different"),
+    ("38", "3895980.", "3895980", "different"),
     ("1.5 or 2.5", "2", "5", "different"),
     ("", "3895980", "", "different"),
     ("The  new\nyork (NY)?", "Rome", "New York (NY)", "right"),

@@ -91,11 +91,11 @@ def test_wrong_lines(tmp_path: Path, line: Any, parts: list[str]) -> None:
 
 
 class Site(ThreadingHTTPServer):
-    """A server as the judge sees it; `answers` says what to each request, as status and body."""
+    """A server as the judge sees it; its methods return status and body."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.settings: Any = {"sinks": 4}
+        self.status: Any = {"settings": {"sinks": 4}, "defaults": {"budget": 0.1}}
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), Answering)
 
@@ -127,12 +127,9 @@ class Answering(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             return self.say(*self.server.models())
         assert self.path == "/kv-eviction/status"
-        status = {
-            "settings": self.server.settings,
-            "defaults": {},
-            "totals": len(self.server.asked),
-        }
-        return self.say(200 if self.server.settings else 404, status)
+        if self.server.status is None:
+            return self.say(404, b"no such path")
+        return self.say(200, {**self.server.status, "totals": len(self.server.asked)})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -180,8 +177,8 @@ def test_what_was_answered_is_not_asked_again(
     for asked in (61, 61):
         assert ask("--url", f"{site.url}/v1/") == 0
         assert len(site.asked) == asked
-    for change in ({"sinks": 5}, None):
-        site.settings = change
+    for change in ({**site.status, "defaults": {"budget": 0.2}}, None):
+        site.status = change
         before = len(site.asked)
         assert ask() == 0
         assert len(site.asked) - before == 60
@@ -191,7 +188,7 @@ def test_one_question_that_fails_is_left_out(
     site: Site, ask: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = site.answer
-    site.answer = lambda text: (400, b"too long") if text == "q4" else answer(text)  # type: ignore[method-assign]
+    vars(site)["answer"] = lambda text: (400, b"too long") if text == "q4" else answer(text)
     assert ask() == 1
     shown = capsys.readouterr()
     assert "19 questions, 0 with an expected answer. 1 more is left out" in shown.out
@@ -213,14 +210,14 @@ def test_an_interrupt_keeps_what_was_answered_and_does_not_wait(
             hangs.wait()
         return answer(text)
 
-    site.answer = interrupted  # type: ignore[method-assign]
+    vars(site)["answer"] = interrupted
     try:
         assert ask() == 130
     finally:
         hangs.set()
     kept = (tmp_path / "mine.judge/answers.jsonl").read_text().splitlines()
     assert 7 <= len(kept) <= 8  # two were in flight
-    site.answer, before = answer, len(site.asked)  # type: ignore[method-assign]
+    vars(site)["answer"], before = answer, len(site.asked)
     assert ask() == 0
     assert len(site.asked) - before == 60 - len(kept)
 
@@ -279,8 +276,8 @@ def slow_difference(first: list[int], second: list[int]) -> list[float]:
     """Newcombe's method 10 from the answers: Wilson's limits as roots, and their correlation."""
     n, z2 = len(first), CONFIDENCE_Z**2
     (l1, u1), (l2, u2) = (
-        sorted(np.roots([1 + z2 / n, -(2 * p + z2 / n), p * p]).real)
-        for p in (np.mean(first), np.mean(second))
+        sorted(np.roots(np.array([1 + z2 / n, -(2 * p + z2 / n), p * p])).real)
+        for p in (sum(first) / n, sum(second) / n)
     )
     scale = n * n * np.std(first) * np.std(second)
     product = n * n * np.cov(first, second, bias=True)[0, 1]
@@ -296,7 +293,7 @@ def slow_difference(first: list[int], second: list[int]) -> list[float]:
 def test_interval_of_a_paired_difference() -> None:
     random = np.random.default_rng()
     tables = [(10, 0, 0, 10), (20, 0, 0, 0), (0, 0, 0, 20), (0, 20, 0, 0), (36, 12, 2, 0)]
-    tables += [tuple(map(int, 1 + random.integers(0, 12, 4))) for _ in range(50)]
+    tables += list(zip(*random.integers(1, 13, (4, 50)).tolist(), strict=True))
     for both, gained, lost, neither in tables:
         first = [1] * (both + gained) + [0] * (lost + neither)
         second = [1] * both + [0] * gained + [1] * lost + [0] * neither

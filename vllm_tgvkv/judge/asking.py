@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every question asked with every arm, on a running server; answers go to a log at once."""
+"""Every question asked with every arm, on a running server; answers go to a log at once.
+
+All runs in one thread, so that Ctrl-C ends the requests in flight, also on the server.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +181,7 @@ async def ask_all(
     in_flight: int,
     say: Callable[[str], None],
 ) -> tuple[dict[str, list[Answer]], dict[int, str]]:
-    """Ask what the log lacks; a question that fails is not asked again, and left out.
+    """Ask what the log lacks; a question that fails with one arm is left out of all.
 
     Args:
         log: file to which each answer is added.

@@ -11,6 +11,7 @@ from typing import Any
 
 from evaluation.arms import Arm, identity
 from evaluation.memory import Cut
+from vllm_tgvkv.judge.log import whole_lines
 
 Key = tuple[str, int, str]
 """Task and number of the question, and the arm's identity."""
@@ -87,12 +88,7 @@ class AnswerLog:
         self._file = self.path.open("a", encoding="utf-8")
 
     def _read(self) -> Iterator[Answer]:
-        if not self.path.exists():
-            return
-        whole, newline, rest = self.path.read_text(encoding="utf-8").rpartition("\n")
-        if rest:
-            self.path.write_text(whole + newline, encoding="utf-8")
-        for line in whole.splitlines():
+        for line in whole_lines(self.path):
             values: dict[str, Any] = json.loads(line)
             values["cuts"] = tuple(map(tuple, values.get("cuts", ())))
             yield Answer(**{**values, "recalled": tuple(values.get("recalled", ()))})

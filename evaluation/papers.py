@@ -44,6 +44,7 @@ from evaluation.texts import number
 from measure.document import percent
 from measure.text_tasks import TextQuestion, TextTask
 from reader.tasks import PageQuestion
+from vllm_tgvkv.judge.log import whole_lines
 
 NUMBERS = pages.NUMBERS[:2]
 """A number on a page of prose, and on one of noise."""
@@ -351,16 +352,10 @@ def measure(
 
 
 def _logged(log: Path) -> dict[tuple[Any, ...], Prompted]:
-    """Return what a log says of each statistic and prompt; an incomplete last line is dropped."""
-    if not log.exists():
-        return {}
-    whole, newline, rest = log.read_text(encoding="utf-8").rpartition("\n")
-    if rest:
-        log.write_text(whole + newline, encoding="utf-8")
-    lines = [json.loads(line) for line in whole.splitlines()]
+    """Return what a log says of each statistic and prompt."""
     return {
         tuple(key): ({(panel, curve, x): y for panel, curve, x, y in points}, values)
-        for key, points, values in lines
+        for key, points, values in map(json.loads, whole_lines(log))
     }
 
 

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_tgvkv.judge.statistics import (
-    CONFIDENCE_Z,
-    RESAMPLES,
-    SEED,
-    Estimate,
-    bootstrap,
-    mcnemar,
-    wilson,
-)
+from vllm_tgvkv.judge.statistics import CONFIDENCE_Z, Estimate, mcnemar, wilson
 
 __all__ = (
     "CONFIDENCE_Z",
@@ -31,6 +23,25 @@ __all__ = (
 
 LEVEL = 0.05
 """Corrected p-values below this support a claim."""
+
+RESAMPLES = 10_000
+SEED = 0
+
+
+def bootstrap(values: Sequence[float], seed: int = SEED, resamples: int = RESAMPLES) -> Estimate:
+    """Return the mean with the percentile interval of its bootstrap.
+
+    For a paired comparison the values are the differences, question by question.
+    """
+    if len(values) == 0:
+        return Estimate(0.0, 0.0, 0.0)
+    distinct, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
+    total = int(counts.sum())
+    # Drawing values with replacement draws how often each distinct one occurs.
+    draws = np.random.default_rng(seed).multinomial(total, counts / total, size=resamples)
+    means = draws @ distinct / total
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Estimate(float(distinct @ counts / total), float(low), float(high))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -192,7 +192,7 @@ def test_the_judge_asks_the_questions_of_its_page(
     arms = {arm["arm"]: arm for arm in result["arms"]}
     assert list(arms) == ["full cache", "as served", "reach 50 %", "reach 20 %", "reach 10 %"]
     full, tenth = arms["full cache"], arms["reach 10 %"]
-    assert (full["right"]["mean"], full["same"]["mean"]) == (pytest.approx(1 / 3), 1)
+    assert (full["right"]["mean"], full["same"]) == (pytest.approx(1 / 3), None)
     assert (full["kept"], full["difference"]) == (1, None)
     assert tenth["kept"] < arms["reach 50 %"]["kept"] < 1
     first = result["answers"][2]["arms"]["full cache"]
@@ -204,7 +204,7 @@ def test_the_judge_asks_the_questions_of_its_page(
     assert "'reech'" in capsys.readouterr().err
     asked.write_text(json.dumps({"prompt": "a" * 5000}))
     assert judge(given) == 1
-    assert "line 1 of the questions, full cache" in capsys.readouterr().err
+    assert "line 1 of the questions, " in capsys.readouterr().err
 
 
 def test_a_system_prompt_is_kept_in_every_head(server: ChatServer) -> None:

@@ -7,12 +7,14 @@ Usage: python -m vllm_tgvkv.judge --questions mine.jsonl --url http://localhost:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from vllm_tgvkv.gain import count
 from vllm_tgvkv.judge.asking import Server, arms_of, ask_all
 from vllm_tgvkv.judge.questions import JudgeError, read_questions
 from vllm_tgvkv.judge.report import METHOD, figures, picture, table
@@ -22,29 +24,36 @@ from vllm_tgvkv.shared.errors import EvictionConfigError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Ask all questions, print the table, and write result and picture; returns the exit status."""
     options = _parser().parse_args(arguments)
-    folder = options.out or options.questions.with_suffix(".judge")
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     try:
-        arms = arms_of(options.methods, options.budgets)
-        questions = read_questions(options.questions, options.max_tokens)
-        server = Server(options.url, options.model)
-        folder.mkdir(parents=True, exist_ok=True)
-        answers = ask_all(server, questions, arms, folder / "answers.jsonl", options.in_flight, say)
-    except (JudgeError, EvictionConfigError) as error:
-        say(str(error))
+        return asyncio.run(_judge(options))
+    except (JudgeError, EvictionConfigError, OSError) as error:
+        _say(str(error))
         return 1
+    except KeyboardInterrupt:
+        _say("interrupted: the same command asks what is missing")
+        return 130
+
+
+async def _judge(options: argparse.Namespace) -> int:
+    folder = options.out or options.questions.with_suffix(".judge")
+    arms = arms_of(options.methods, options.budgets)
+    questions = read_questions(options.questions, options.max_tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    async with Server.connect(options.url, options.model) as server:
+        log = folder / "answers.jsonl"
+        answers, failed = await ask_all(server, questions, arms, log, options.in_flight, _say)
+    questions = [question for question in questions if question.line not in failed]
     found = figures(questions, answers)
     expected = sum(bool(question.answers) for question in questions)
-    print(*table(found, expected, len(questions)), sep="\n")
+    print(*table(found, expected, len(questions), len(failed)), sep="\n")
     result = {
         "url": options.url,
         "model": server.model,
+        "settings": server.settings,
         "method": METHOD,
         "questions": len(questions),
         "expected": expected,
+        "failed": failed,
         "arms": [asdict(each) for each in found],
         "answers": [
             {
@@ -59,8 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     (folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     (folder / "picture.svg").write_text(picture(found, len(questions)), encoding="utf-8")
-    say(f"written to {folder}: answers.jsonl, result.json, picture.svg")
-    return 0
+    for message in failed.values():
+        _say(message)
+    _say(f"written to {folder}: {log.name}, result.json, picture.svg")
+    return 1 if failed else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="by default the first one that it serves")
     add("--methods", nargs="+", default=["reach"], help="default: reach")
     add("--budgets", nargs="+", default=["0.5", "0.2", "0.1"], help="default: 0.5 0.2 0.1")
-    add("--max-tokens", type=int, default=256, help="of an answer (256)")
-    add("--in-flight", type=int, default=4, help="requests that run at once (4)")
+    add("--max-tokens", type=count, default=256, help="of an answer (256)")
+    add("--in-flight", type=count, default=4, help="requests that run at once (4)")
     add("--out", type=Path, help="folder of log, result and picture; by default QUESTIONS.judge")
     return parser
 

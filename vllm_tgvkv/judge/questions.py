@@ -13,14 +13,17 @@ import json
 import math
 import mimetypes
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
-from vllm_tgvkv.shared.errors import choose, quoted
+from vllm_tgvkv.config.settings import check_count
+from vllm_tgvkv.shared.errors import EvictionConfigError, choose, quoted
 
-_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+# After a letter or a digit "-" is a hyphen ("A-7", "12-15"), but not after a Chinese one.
+_NUMBER = re.compile(r"(?:(?<![0-9A-Za-z\u00c0-\u024f])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 class JudgeError(ValueError):
@@ -56,47 +59,70 @@ def read_questions(path: Path, max_tokens: int) -> list[Question]:
         JudgeError: naming file, line and field.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")
         found = [
-            _question(json.loads(line), number, path.parent, max_tokens)
+            _question(line, number, path.parent, max_tokens)
             for number, line in enumerate(lines, 1)
             if line.strip()
         ]
-    except json.JSONDecodeError as error:
-        raise JudgeError(f"{path} is not JSON in each line: {error}") from error
-    except (OSError, JudgeError) as error:
+    except (OSError, JudgeError, EvictionConfigError) as error:
         raise JudgeError(f"{path}: {error}") from error
     if not found:
         raise JudgeError(f"{path} has no questions")
     return found
 
 
-def _question(given: Any, line: int, folder: Path, max_tokens: int) -> Question:
+def _question(text: bytes, line: int, folder: Path, max_tokens: int) -> Question:
     known = ("prompt", "images", "messages", "answer", "match", "max_tokens")
-    if not isinstance(given, Mapping) or ("prompt" in given) == ("messages" in given):
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise JudgeError(f"line {line} is not JSON: {error}") from error
+    if not isinstance(given, dict) or ("prompt" in given) == ("messages" in given):
         raise JudgeError(f"line {line} is {quoted(given)}: give an object with prompt or messages")
     if unknown := sorted(set(given) - {*known}):
         raise JudgeError(f"line {line} has {unknown[0]}: {choose(unknown[0], known)}")
+
+    def wrong(field: str, hint: str) -> JudgeError:
+        return JudgeError(f"{field} of line {line} is {quoted(given[field])}: {hint}")
+
     match = given.get("match", "contains")
-    if match not in MATCHES:
-        raise JudgeError(f"match of line {line} is {quoted(match)}: {choose(match, (*MATCHES,))}")
-    messages = given.get("messages")
-    if messages is None:
-        images = [_url(image, folder) for image in given.get("images", ())]
-        content = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-        text = {"type": "text", "text": given["prompt"]}
-        messages = [{"role": "user", "content": [*content, text]}]
-    answer = given.get("answer", ())
-    answers = [str(one) for one in (answer if isinstance(answer, list | tuple) else [answer])]
+    if match not in (*MATCHES,):
+        raise wrong("match", choose(match, (*MATCHES,)))
+    if "messages" in given:
+        messages = given["messages"]
+        if not _is_list_of(messages, dict) or not messages:
+            raise wrong("messages", "give a list of objects with role and content")
+        if "images" in given:
+            raise wrong("images", "put them into messages")
+    else:
+        prompt, images = given["prompt"], given.get("images", [])
+        if not isinstance(prompt, str):
+            raise wrong("prompt", "give a text")
+        if not _is_list_of(images, str):
+            raise wrong("images", "give a list of paths or URLs")
+        try:
+            urls = [_url(image, folder) for image in images]
+        except (OSError, ValueError) as error:
+            raise wrong("images", str(error)) from error
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        messages = [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
+    answer = given.get("answer")
+    answers = answer if isinstance(answer, list) else [] if answer is None else [answer]
+    if not _is_list_of(answers, str | int | float) or not all(str(one).strip() for one in answers):
+        raise wrong("answer", "give a text or a number, or a list of these; none may be empty")
+    expected = tuple(map(str, answers))
     try:
-        for expected in answers:
-            MATCHES[match](expected, "0")
+        for one in expected:
+            MATCHES[match](one, "0")
     except (ValueError, re.error) as error:
-        raise JudgeError(
-            f"answer of line {line} is {quoted(answer)}: no {match} ({error})"
-        ) from error
-    most = given.get("max_tokens", max_tokens)
-    return Question(line, messages, tuple(answers), match, most)
+        raise wrong("answer", f"no {match} ({error})") from error
+    most = check_count(given.get("max_tokens", max_tokens), 1, f"max_tokens of line {line}")
+    return Question(line, messages, expected, match, most)
+
+
+def _is_list_of(value: Any, kind: type | UnionType) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def _url(image: str, folder: Path) -> str:

@@ -7,6 +7,7 @@ Sources are read and not imported, so this covers the CUDA worker on a machine w
 from __future__ import annotations
 
 import ast
+import asyncio
 import functools
 import inspect
 import io
@@ -326,7 +327,7 @@ def names_of_others() -> set[str]:
     types += (Counter, defaultdict, deque, BaseException, re.Match, re.Pattern, os.stat_result)
     types += (np.ndarray, torch.Tensor, torch.dtype, logging.Logger, io.FileIO, Future, Executor)
     # vLLM replaces `torch.cuda.Stream` in a process that has run a CPU worker.
-    types += (torch.cuda.streams.Stream,)
+    types += (torch.cuda.streams.Stream, asyncio.TaskGroup, BaseExceptionGroup)
     found = OTHERS | {name for kind in types for name in dir(kind)}
     for tree in [*TREES.values(), *(ast.parse(p.read_text()) for p in OURS.glob("kernels/*.py"))]:
         found |= set_on_self(tree)

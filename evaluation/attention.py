@@ -52,7 +52,7 @@ class Reading:
     is_useful: Tensor
     """bool `[n]`, the sentence that has the answer; of texts only."""
     log_betas: Tensor
-    """What gates say of each token, `[L, H, n]`; empty without gates."""
+    """The gates' output for each token, `[L, H, n]`; empty without gates."""
 
     @property
     def question(self) -> Tensor:
@@ -67,12 +67,12 @@ Curves = dict[tuple[str, str, float], float]
 """By panel, curve and place on the x axis."""
 Values = dict[str, float]
 Prompted = tuple[Curves, Values]
-"""What a statistic says of a prompt."""
+"""The numbers of a statistic for one prompt."""
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """What is taken from A of a layer, and what a prompt has by all layers' parts, stacked."""
+    """The part of a layer's A that it needs, and the numbers from all layers' parts, stacked."""
 
     of_layer: Callable[[Tensor, Reading], Layer]
     of_prompt: Callable[[Layer, Reading], Prompted]

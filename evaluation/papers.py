@@ -54,13 +54,13 @@ LENGTHS = tuple(number("prose", tokens, keys=4) for tokens in (512, 1024, 2048))
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, and the difference here that is above 0 if it holds."""
+    """A paper's claim, and the difference here that is above 0 if it holds."""
 
     text: str
     printed: str = ""
     """The paper's figures."""
     pair: Pair | None = None
-    """Arms of which the first is to keep more answers."""
+    """Two arms: the first is to keep more answers."""
     number: str = ""
     """Name of a number of each prompt in `attention`."""
     near: float | None = None

@@ -231,7 +231,7 @@ PARTS = {
     ),
     "small": Part(
         "Layer budgets at 5 %",
-        f"`{DEFAULT}` without a wait, with equal budgets and with those of `adakv` and `prefixkv`.",
+        f"`{DEFAULT}` without a wait, with equal budgets and budgets by `adakv` and `prefixkv`.",
         (Cells((number("prose", 1024), number("prose", 2048), KEYS[1]), _SMALL, 40),),
         paired((_SMALL[0],) * 2, _SMALL[1:]),
     ),

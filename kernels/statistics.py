@@ -230,7 +230,7 @@ class Attention(Protocol):
     def mean_of_query_heads(self, find: Callable[[Attention], Tensor]) -> Tensor:
         """Return the mean over each set's query heads of what `find` returns, float32 `[S, P]`.
 
-        `find` gets the attention of query heads, a set each, those of a set side by side, and
+        `find` gets the attention of query heads, a set each, all of one set side by side, and
         returns one row for each of them, `[sets, P]`.
         """
         _not_observed("mean_of_query_heads", _FEW_ROWS)

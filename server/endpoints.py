@@ -116,7 +116,7 @@ def restore_defaults(server: ChangeableServer) -> schemas.Defaults:
 
 @router.api_route("/defaults", methods=["GET", "POST", "OPTIONS"], include_in_schema=False)
 def other_methods() -> Response:
-    """Name all methods of the path; Starlette would name those of one route."""
+    """Name all methods of the path; Starlette would name one route's."""
     return JSONResponse({"detail": "Method Not Allowed"}, 405, {"Allow": "DELETE, PATCH, PUT"})
 
 

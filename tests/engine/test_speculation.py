@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts over compressed caches: n-grams, those of a draft model and of EAGLE, and at random.
+"""Drafts over compressed caches: by n-grams, a draft model and EAGLE, and at random.
 
 The draft model is the first half of the model's layers. It sees no images. The reference is an
 engine that serves the same requests without drafts and with room for all; where every page is kept,

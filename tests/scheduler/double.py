@@ -103,7 +103,7 @@ class Setup:
     drafts: int = 0
     """Tokens of a draft model's block, in blocks of the model; 0 without a draft model."""
     lookahead: int = 0
-    """Tokens that the draft model writes after those of a step."""
+    """Tokens that the draft model writes behind the tokens of a step."""
     retention: int | None = 0
     """Tokens between cached windows and states, `--prefix-cache-retention-interval`; None: all,
     and 0, vLLM's default: no more than a repeated prompt needs."""

@@ -164,7 +164,7 @@ def test_examples_of_pages_run_as_printed(
 def test_the_judge_asks_the_questions_of_its_page(
     server: ChatServer, page_png: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page's own command; then more questions, of which the log has two."""
+    """The page's own command; then more questions, two of them in the log."""
     command = blocks("judge", "bash").replace("http://localhost:8000", server.url)
     path = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     ended = subprocess.run(["bash", "-ec", command], env=path, capture_output=True, text=True)

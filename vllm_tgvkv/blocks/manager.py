@@ -569,7 +569,7 @@ def connect_managers(
 
     Args:
         num_steps: steps that are in flight at the same time.
-        num_lookahead: tokens that a draft model writes after those of a step.
+        num_lookahead: tokens that a draft model writes behind the tokens of a step.
         max_model_len: most tokens of a request, with these.
 
     Returns:

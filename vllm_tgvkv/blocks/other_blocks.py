@@ -40,8 +40,8 @@ class OtherBlocks:
         Args:
             managers: of all these groups.
             num_steps: steps that are in flight at the same time.
-            drafts: those of draft models.
-            num_lookahead: tokens that a draft model writes after those of a step.
+            drafts: the managers of draft models.
+            num_lookahead: tokens that a draft model writes behind the tokens of a step.
             max_model_len: most tokens of a request, with these.
         """
         self.drafts, self.num_lookahead = drafts, num_lookahead

@@ -237,7 +237,7 @@ def test_an_interrupt_keeps_what_was_answered_and_does_not_wait(
         ({"url": "localhost"}, "does not answer"),
         ({"out": "mine.jsonl"}, "File exists"),
     ],
-    ids=str,
+    ids=lambda given: ",".join(given) if isinstance(given, dict) else given,
 )
 def test_other_failures_are_one_message(
     site: Site,

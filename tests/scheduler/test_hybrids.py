@@ -31,6 +31,7 @@ def with_states(workload: Workload, seed: int) -> Workload:
     setup = replace(
         setup,
         states=num_groups,
+        drafts=0,
         retention=rng.choice((0, None, 2 * setup.block_size)) if setup.prefix_caching else None,
         num_blocks=setup.num_blocks + most,
     )

@@ -33,7 +33,7 @@ def with_window(workload: Workload, seed: int) -> Workload:
     window = rng.choice((2, 1, 5)) * setup.block_size - rng.choice((0, 1))
     in_flight = setup.chunk * (2 if setup.ahead else 1)
     most = -(-min(window - 1 + in_flight, setup.max_model_len) // setup.block_size) + 1
-    bigger = replace(setup, window=window, num_blocks=setup.num_blocks + most)
+    bigger = replace(setup, window=window, drafts=0, num_blocks=setup.num_blocks + most)
     return replace(workload, setup=bigger)
 
 

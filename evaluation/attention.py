@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of attention that the papers print, over prompts that SmolLM2 reads in transformers.
 
-The right answer stands behind each prompt, so that one pass has the rows of prefill and decoding.
+The right answer follows each prompt, so that one pass has the rows of prefill and decoding.
 A is the attention of one layer, `[Q, n, n]` of Q query heads and n tokens, of which m are the
 prompt. A statistic sees A layer by layer; of what it took from all layers it makes points of curves
 and numbers of the prompt. Papers and their claims are in `evaluation.papers`.

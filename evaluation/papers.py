@@ -243,7 +243,7 @@ EXPERIMENTS = {
     ),
     "survival": Experiment(
         "DBTrimKV: figures 2 and 9, survival",
-        "Share of tokens that some row still selects so many tokens later. Prompts have 1,024 to "
+        "Share of tokens that some row still selects this many tokens later. Prompts have 1,024 to "
         "1,124 tokens, a sixteenth of the paper's; K and horizons are as much smaller.",
         [
             Claim("a minority survives a quarter of the prompt, by the best 16", number="dies"),

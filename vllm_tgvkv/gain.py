@@ -52,7 +52,7 @@ class LayerKind:
     state_bytes: int = 0
     """Of all layers, for a request of any length."""
     times: int = 1
-    """Tokens in a block, as a multiple of those of other layers."""
+    """How many times as many tokens a block has as a block of other layers."""
 
     @property
     def is_evicted(self) -> bool:
@@ -87,7 +87,7 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """What memory alone tells, in words."""
+        """The gain by memory alone, in words."""
         if self.ratio < _LITTLE:
             return "gains little here: requests keep nine tenths of their memory, or all."
         return (
@@ -161,7 +161,7 @@ def layer_kinds(specs: Sequence[KVCacheSpec], vllm_config: VllmConfig) -> list[L
 
 
 def draft_kind(model: ModelConfig, kinds: Sequence[LayerKind]) -> LayerKind:
-    """Return the layers of a draft model, whose cache stays whole, next to those of a model.
+    """Return the layers of a draft model, whose cache stays whole, next to a model's layers.
 
     They have blocks as large as the model's, so their bytes of a token are what these hold.
 

@@ -46,9 +46,9 @@ class KeyNumbers:
 
 
 class CarriedScores(KeyNumbers):
-    """Scores of the keys of compressed requests, for scores that add to those of the last cut.
+    """Scores of the keys of compressed requests, to which the next cut adds.
 
-    A cut writes them where the keys are, and moves those of kept tokens with their keys.
+    A cut writes them where the keys are, and moves the kept tokens' scores with their keys.
     """
 
     def __init__(self, num_blocks: int, shape: CacheShape, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.outputs import ModelRunnerOutput
 
 from benchmarks.models import Shape, model_folder
-from benchmarks.probe import Metrics, Stopwatches, Waits, num_stored, reduced_pool
+from benchmarks.probe import Metrics, Stopwatches, Waits, num_stored, reduced_pool, spoil_drafts
 from benchmarks.scale import Workload
 from measure.arm import Arm
 from measure.engines import LocalEngine
@@ -39,8 +39,8 @@ class ArmEngine:
             as_served=True,
             load_format="dummy",
             dtype=shape.dtype,
-            limit_mm_per_prompt={"image": 64},
             seed=0,
+            **({} if shape.arch == "llama" else {"limit_mm_per_prompt": {"image": 64}}),
             **arm.server,
         )
         self.engine = self.parts.engine
@@ -118,12 +118,19 @@ class ArmEngine:
 
     # -- measurements -------------------------------------------------------------------
 
-    def prefill(self, workload: Workload, seed: int, budget: float | None) -> dict[str, float]:
+    def prefill(
+        self,
+        workload: Workload,
+        seed: int,
+        budget: float | None,
+        policy: str | None = None,
+        defer: int | None = None,
+    ) -> dict[str, float]:
         """Time one prompt alone: from arrival to first token, and the eviction in it."""
         prompt = workload.prompt(self.shape, seed)
         self.watches.reset()
         start = time.perf_counter()
-        self._submit(prompt, 2, budget)
+        self._submit(prompt, 2, budget, policy, defer)
         self._step_until_token()
         seconds = time.perf_counter() - start
         self.clear()
@@ -194,11 +201,12 @@ class ArmEngine:
         """Time decode steps of all running requests, and return what happened in each.
 
         Returns:
-            `cached_tokens` after the last step, and lists: `seconds`; `metadata`, `scheduling` and
-            `eviction`, seconds of these; `blocks` that all requests hold; `cuts`, evictions;
-            `stored`, tokens whose queries were stored.
+            `cached_tokens` after the last step, `tokens` that were generated, and lists:
+            `seconds`; `metadata`, `scheduling` and `eviction`, seconds of these; `blocks` that all
+            requests hold; `cuts`, evictions; `stored`, tokens whose queries were stored.
         """
         found: dict[str, Any] = defaultdict(list)
+        before = self._num_generated()
         for _ in range(steps):
             self.watches.reset()
             start = time.perf_counter()
@@ -210,12 +218,24 @@ class ArmEngine:
             plan = self.parts.evictor.plan if self.arm.evicts else StepPlan()
             found["cuts"].append(len(plan.evictions))
             found["stored"].append(num_stored(plan))
-        return {**found, "cached_tokens": self._cached_tokens()}
+        tokens = self._num_generated() - before
+        return {**found, "cached_tokens": self._cached_tokens(), "tokens": tokens}
+
+    def _num_generated(self) -> int:
+        """Return the tokens of all answers."""
+        return sum(len(r.output_token_ids) for r in self.parts.scheduler.requests.values())
 
     def _num_blocks(self) -> int:
         """Return the blocks that all requests hold."""
-        (manager,) = self.parts.scheduler.kv_cache_manager.coordinator.single_type_managers
-        return sum(not block.is_null for row in manager.req_to_blocks.values() for block in row)
+        managers = self.parts.scheduler.kv_cache_manager.coordinator.single_type_managers
+        rows = (row for manager in managers for row in manager.req_to_blocks.values())
+        return sum(not block.is_null for row in rows for block in row)
+
+    def spoil_drafts(self, accepted: float) -> None:
+        """Let the model reject drafts, each with a probability of 1 - `accepted`."""
+        runner = self.parts.worker.model_runner
+        if getattr(runner, "drafter", None) is not None:
+            spoil_drafts(runner.drafter, accepted, self.shape.vocabulary)
 
     def touch_query_pool(self) -> None:
         """Write to all of the query pool, as a server that has run for a while has done.
@@ -276,6 +296,7 @@ class ArmEngine:
         max_tokens: int,
         budget: float | None,
         pool_tokens: int,
+        policy: str | None = None,
         defer: int | None = None,
     ) -> dict[str, float]:
         """Serve `requests` that arrive at once; return how many ran together, and how fast.
@@ -290,7 +311,7 @@ class ArmEngine:
         with reduced_pool(self.parts.scheduler, pool_tokens):
             start = time.perf_counter()
             for prompt in prompts:
-                self._submit(prompt, max_tokens, budget, defer=defer)
+                self._submit(prompt, max_tokens, budget, policy, defer)
             while self.engine.has_unfinished_requests():
                 self.engine.step()
                 running.append(self.parts.scheduler.get_request_counts()[0])

@@ -9,9 +9,10 @@ from typing import Any
 
 from benchmarks.bench import STOCK_BLOCK_SIZE, Arms, Bench, evicting
 from benchmarks.measurement import Line, Target
-from benchmarks.scale import BUDGET, COMMON, KV_BOUND, Workload
+from benchmarks.scale import BUDGET, COMMON, KV_BOUND, RECOMMENDED, Workload
 
-_WARM_UP_STEPS = 2
+_WARM_UP_STEPS = 8
+"""More than the tokens that the recommended method waits for."""
 _REQUESTS_IN_POOL = 4
 _WITHOUT = ("constrained", "final")
 _RECALLING = 8
@@ -32,9 +33,14 @@ def gain(bench: Bench) -> Iterator[Line]:
         bench.say(f"d. {scale.burst_requests} requests at once")
         given = {**burst(bench, scale.burst_requests), "pool_tokens": burst_pool}
         found = bench.turns(arms, 1, "burst", **given)
-    lines = burst_lines(bench, "d", scale.burst_requests, found)
-    lines[0].targets.append(Target(">= 20 at once", lines[0].median("ours"), 20))
-    yield from lines
+        lines = burst_lines(bench, "d", scale.burst_requests, found)
+        lines[0].targets.append(Target(">= 20 at once", lines[0].median("ours"), 20))
+        yield from lines
+        bench.say(f"o. {RECOMMENDED}")
+        yield _first_token(bench, arms, "o", scale.first_token, RECOMMENDED)
+        yield _decoded(bench, arms, "o", scale.wide_batch, scale.wide, RECOMMENDED)[0]
+        found = bench.turns(arms, scale.rounds, "burst", **{**given, **RECOMMENDED})
+    yield from burst_lines(bench, "o", scale.burst_requests, found)
 
 
 def grid(bench: Bench) -> Iterator[Line]:
@@ -45,18 +51,25 @@ def grid(bench: Bench) -> Iterator[Line]:
     with bench.start("grid", KV_BOUND, pool, ("constrained", "ours")) as arms:
         for load in dict.fromkeys(load for _, load in scale.grid):
             bench.say(f"s. first token, {load.prompt_tokens} tokens")
-            found = bench.turns(arms, scale.rounds, "prefill", workload=load, budget=BUDGET)
-            seconds = {name: [each["seconds"] for each in them] for name, them in found.items()}
-            what = f"s. time to first token, {load.prompt_tokens} tokens"
-            yield Line(what, "s", "lower", seconds)
+            yield _first_token(bench, arms, "s", load, {"budget": BUDGET})
         for batch, load in scale.grid:
             for budget in (0.5, BUDGET):
-                yield _decoded(bench, arms, "s", batch, load, budget)[0]
+                yield _decoded(bench, arms, "s", batch, load, {"budget": budget})[0]
+
+
+def _first_token(
+    bench: Bench, arms: Arms, letter: str, workload: Workload, options: Mapping[str, Any]
+) -> Line:
+    """Return the line of one prompt alone, with options of its request."""
+    found = bench.turns(arms, bench.scale.rounds, "prefill", workload=workload, **options)
+    seconds = {name: [each["seconds"] for each in rounds] for name, rounds in found.items()}
+    what = f"{letter}. time to first token, {workload.prompt_tokens} tokens"
+    return Line(what, "s", "lower", seconds)
 
 
 def _decode(bench: Bench, arms: Arms) -> Line:
     scale, batch = bench.scale, bench.scale.wide_batch
-    line, found = _decoded(bench, arms, "b", batch, scale.wide, BUDGET)
+    line, found = _decoded(bench, arms, "b", batch, scale.wide, {"budget": BUDGET})
     read = {}
     for name, rounds in found.items():
         # A step reads every weight once, and every cached key and value.
@@ -71,12 +84,22 @@ def _decode(bench: Bench, arms: Arms) -> Line:
 
 
 def _decoded(
-    bench: Bench, arms: Arms, letter: str, batch: int, workload: Workload, budget: float
+    bench: Bench,
+    arms: Arms,
+    letter: str,
+    batch: int,
+    workload: Workload,
+    options: Mapping[str, Any],
 ) -> tuple[Line, dict[str, list[Any]]]:
-    """Return the line of a batch's decode steps, and what the arms said of each round."""
+    """Return the line of a batch's decode steps, and what the arms said of each round.
+
+    Args:
+        options: of its requests.
+    """
     scale, what = bench.scale, f"decode, batch {batch}, {workload.prompt_tokens} tokens"
-    bench.say(f"{letter}. {what}, budget {budget}")
-    arms.ask("fill", workload=workload, batch=batch, seed=0, budget=budget, attend=False)
+    name = f"{letter}. budget {options['budget']}: {what}"
+    bench.say(name)
+    arms.ask("fill", workload=workload, batch=batch, seed=0, attend=False, **options)
     arms.ask("decode", steps=_WARM_UP_STEPS)
     found = bench.turns(arms, scale.rounds, "decode", steps=scale.wide_steps)
     arms.ask("clear")
@@ -84,7 +107,6 @@ def _decoded(
         name: [batch / statistics.median(each["seconds"]) for each in rounds]
         for name, rounds in found.items()
     }
-    name = f"{letter}. budget {budget}: {what}"
     return Line(name, "tokens/s", "higher", rates), found
 
 

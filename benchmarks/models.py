@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of vision-language models, written as folders without weights.
+"""Shapes of vision-language models, and of a language model, written as folders without weights.
 
 vLLM fills the weights itself (`load_format="dummy"`): speed does not depend on their values.
 Tokenizers have one token per byte.
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import Qwen3VLConfig
+from transformers import LlamaConfig, Qwen3VLConfig
 
 from measure.folders import (
     byte_tokenizer,
@@ -51,7 +51,7 @@ class Shape:
     """A model, as far as its speed depends on it."""
 
     name: str
-    arch: Literal["llava", "qwen3_vl"]
+    arch: Literal["llava", "qwen3_vl", "llama"]
     hidden: int
     layers: int
     query_heads: int
@@ -145,7 +145,17 @@ def model_folder(root: Path | str, shape: Shape) -> Path:
 
 def _write_model(shape: Shape, folder: Path) -> None:
     """Write configuration, tokenizer and processor to a new folder."""
-    (_write_llava if shape.arch == "llava" else _write_qwen3)(folder, shape)
+    writers = {"llava": _write_llava, "qwen3_vl": _write_qwen3, "llama": _write_llama}
+    writers[shape.arch](folder, shape)
+
+
+def _write_llama(folder: Path, shape: Shape) -> None:
+    tokenizer, ids = byte_tokenizer(
+        _LLAVA_TOKENS, eos="<|im_end|>", pad="<|endoftext|>", max_length=MAX_POSITIONS
+    )
+    tokenizer.save_pretrained(folder)
+    text = _text_config(shape, ids["<|im_end|>"], epsilon=1e-5)
+    LlamaConfig(architectures=["LlamaForCausalLM"], **text).save_pretrained(folder)
 
 
 def _write_qwen_tokenizer(folder: Path) -> tuple[int, dict[str, int]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_tgvkv.scheduler.scheduler import EvictionScheduler
@@ -109,6 +110,23 @@ class Waits:
         stored, wanted = num_stored(self._evictor.plan), len(self._scheduler.running) if on else 0
         if stored != wanted:
             raise RuntimeError(f"{stored} tokens stored queries in a step, instead of {wanted}")
+
+
+def spoil_drafts(drafter: Any, accepted: float, vocabulary: int) -> None:
+    """Replace drafted tokens by others, each with a probability of 1 - `accepted`.
+
+    A draft of random weights agrees with its model always or never.
+    """
+    propose = drafter.propose
+    random = torch.Generator().manual_seed(0)
+
+    @functools.wraps(propose)
+    def spoiled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tokens: torch.Tensor = propose(*args, **kwargs)
+        is_kept = torch.rand(tokens.shape, generator=random) < accepted
+        return torch.where(is_kept, tokens, (tokens + 1) % vocabulary)
+
+    drafter.propose = spoiled
 
 
 def num_stored(plan: StepPlan) -> int:

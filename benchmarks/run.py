@@ -14,6 +14,7 @@ from benchmarks import report
 from benchmarks.bench import Bench, Part
 from benchmarks.costs import costs, methods, scheduler, steps
 from benchmarks.cuts import cuts
+from benchmarks.drafts import drafts
 from benchmarks.gain import gain, grid, recall
 from benchmarks.handover import handover
 from benchmarks.ranks import ranks
@@ -27,6 +28,7 @@ PARTS: dict[str, Part] = {
     "gain": gain,
     "grid": grid,
     "recall": recall,
+    "drafts": drafts,
     "scheduler": scheduler,
     "steps": steps,
     "methods": methods,

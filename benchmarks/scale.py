@@ -7,15 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.models import Shape, small_llava
-from benchmarks.prompts import QUESTION_TOKENS, image_prompt
+from benchmarks.prompts import QUESTION_TOKENS, image_prompt, text_prompt
 
 BUDGET = 0.1
 """Fraction of the prompt that is kept where a line names no other."""
+
+RECOMMENDED = {"policy": "reach", "budget": 0.2, "defer": 4}
+"""The recommended method, budget and wait."""
 
 COMMON = small_llava("common", 1024, 8, 16, 4, 64, 2816)
 """For the plugin's costs: computation and weights as in a real model, four queries a KV head."""
 KV_BOUND = small_llava("kv-bound", 512, 8, 16, 8, 128, 1408, vocabulary=4096)
 """For the plugin's gain: caches far larger than the weights."""
+DEEP = replace(small_llava("deep", 256, 36, 8, 2, 128, 704, vocabulary=4096), arch="llama")
+"""For drafts: as many layers as in models of 8 billion parameters, so that the cache of a draft of
+one layer has its usual share."""
+DRAFT = replace(DEEP, name="draft", layers=1)
 BRIEF = small_llava("brief", 256, 4, 8, 4, 32, 704, vocabulary=4096, dtype="float32")
 """For the cost of metrics: a step is nearly all vLLM's work on the host, where metrics are
 collected. No step of a larger model is shorter."""
@@ -32,7 +39,9 @@ class Workload:
     question_tokens: int = QUESTION_TOKENS
 
     def prompt(self, shape: Shape, seed: int) -> dict[str, Any]:
-        """Return a prompt in vLLM's format."""
+        """Return a prompt in vLLM's format; a language model's is text alone."""
+        if shape.arch == "llama":
+            return text_prompt(self.prompt_tokens, seed)
         return image_prompt(shape, self.prompt_tokens, seed, self.question_tokens)
 
 
@@ -78,7 +87,7 @@ class Scale:
     """Sizes of all parts of a run; the defaults are those that the targets were set for."""
 
     parts: tuple[str, ...] = (
-        *("costs", "methods", "gain", "grid", "recall"),
+        *("costs", "methods", "gain", "grid", "recall", "drafts"),
         *("metrics", "waiting", "cuts", "ranks", "handover", "scheduler", "steps"),
     )
     """The parts that run when none are named."""

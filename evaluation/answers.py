@@ -41,6 +41,8 @@ class Answer:
     """Part of `blocks_after` that holds a sketch, for recall."""
     recalled: tuple[float, ...] = ()
     """Tokens that each choice brought back, mean over layers and heads."""
+    tokens_per_step: float = 0.0
+    """Tokens of the answer that a step gave, without the first; 0 where there were no drafts."""
 
     @property
     def key(self) -> Key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -221,6 +222,11 @@ def paired(first: Sequence[Arm], second: Sequence[Arm]) -> tuple[Pair, ...]:
     return tuple(zip(first, second, strict=True))
 
 
+def drafting(arms: Iterable[Arm], drafts: int) -> tuple[Arm, ...]:
+    """Return the arms with the model as its own draft."""
+    return tuple(replace(arm, drafts=drafts) for arm in arms)
+
+
 # -- engines for arms -----------------------------------------------------------------------
 
 
@@ -278,16 +284,19 @@ def eviction_settings(arms: Iterable[Arm]) -> dict[str, Any]:
 
 
 def by_engine(arms: Iterable[Arm]) -> list[tuple[Arm, ...]]:
-    """Return the arms of each engine: one for each folder of gates, and for each kind of recall.
+    """Return the arms of each engine: one for each folder of gates, kind of recall, and drafts.
 
     Arms without gates are in all with gates; if no arm has gates, there is one engine without. The
     full cache is in all. Emulated arms have one of their own.
     """
     arms = tuple(dict.fromkeys(arms))
-    if emulated := [arm for arm in arms if arm.method == STATES]:
-        others = [arm for arm in arms if arm not in emulated]
-        own = tuple(arm for arm in arms if arm == FULL or arm in emulated)
-        return [*(by_engine(others) if set(others) - {FULL} else ()), own]
+    kinds = {arm: (arm.method == STATES, arm.drafts) for arm in arms if arm != FULL}
+    if len(set(kinds.values())) > 1:
+        return [
+            engine
+            for kind in sorted(set(kinds.values()))
+            for engine in by_engine(arm for arm in arms if kinds.get(arm, kind) == kind)
+        ]
     folders = dict.fromkeys(arm.gates for arm in arms if arm.gates) or {"": None}
     recalls = dict.fromkeys(arm.recall for arm in arms if arm != FULL) or {(): None}
     found = [

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from evaluation.ablations import BOUNDS, page_bounds
 from evaluation.answers import Answer
-from evaluation.arms import FULL, ROOT, Arm, eviction_settings, identity
+from evaluation.arms import FULL_CACHE, ROOT, Arm, eviction_settings, identity
 from measure.engines import LocalEngine, Request
 from measure.smollm import model_folder
 from measure.text_tasks import TextExample, TextQuestion
@@ -82,8 +82,8 @@ class Asked:
         said = [token == forced for (token, _), forced in zip(best, self.forced, strict=True)]
         return "".join("01"[each] for each in (*said, all(said)))
 
-    def answer(self, output: Any) -> Answer:
-        """Return the answer of a finished request.
+    def answer(self, output: Any, steps: int) -> Answer:
+        """Return the answer of a finished request that got its tokens in some steps.
 
         Raises:
             NotEvictedError: if its prompt was to be evicted and was not.
@@ -92,7 +92,7 @@ class Asked:
         report = output.kv_transfer_params[CONFIG_KEY]
         tokens, reason = report["prompt_tokens"], report["skip_reason"]
         before, after = report["blocks_before"], report["blocks_after"]
-        if after is None and self.arm != FULL and reason != "answer_too_short":
+        if after is None and self.arm.method != FULL_CACHE and reason != "answer_too_short":
             raise NotEvictedError(
                 f"question {self.number} of {self.task}, arm {self.arm.key}: the prompt of "
                 f"{tokens} tokens was not evicted ({reason})"
@@ -111,6 +111,9 @@ class Asked:
             right_tokens=len(self.pieces) + 1,
             sketch_blocks=report["sketch_blocks"],
             recalled=tuple(each["recalled_tokens"] for each in report["recalls"]),
+            tokens_per_step=(len(completion.token_ids) - 1) / max(steps - 1, 1)
+            if self.arm.drafts
+            else 0.0,
             cuts=tuple(
                 (cut["answer_tokens"], cut["blocks_before"], cut["blocks_after"])
                 for cut in report["cuts"]
@@ -153,6 +156,12 @@ class LanguageEngine(LocalEngine):
         self._ablation = ExitStack()
         if any(dict(arm.recall).get("sketch") == BOUNDS for arm in arms):
             self._ablation.enter_context(page_bounds())
+        if drafts := max(arm.drafts for arm in arms):
+            options["speculative_config"] = {
+                "method": "draft_model",
+                "model": str(folder),
+                "num_speculative_tokens": drafts,
+            }
         with patch.dict(os.environ):
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace the size below
             super().__init__(
@@ -188,8 +197,8 @@ class LanguageEngine(LocalEngine):
             NotEvictedError: naming the arm and the plugin's reason.
         """
         most = self.settings.requests_at_a_time
-        for asked, output in self.finish(self._requests(work), most):
-            yield asked.answer(output)
+        for asked, output, steps in self.finish(self._requests(work), most):
+            yield asked.answer(output, steps)
 
     def _requests(self, work: Sequence[tuple[Any, Arm]]) -> Iterator[Request[Asked]]:
         from vllm import SamplingParams

@@ -76,6 +76,7 @@ def _part(result: PartResult) -> Iterator[Block]:
 def _cells_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
     """Return a row for each arm and budget, with a column for each task and one for all."""
     rows = []
+    has_drafts = any(cell.tokens_per_step for cell in cells)
     for label, budget in dict.fromkeys((cell.label, cell.budget) for cell in cells):
         mine = {c.task: c for c in cells if (c.label, c.budget) == (label, budget)}
         questions = sum(cell.questions for cell in mine.values())
@@ -95,8 +96,16 @@ def _cells_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
                 f"{100 * _mean(before):.0f} %",
             ]
         )
+        if has_drafts:
+            steps = (mine[t].tokens_per_step if t in mine else None for t in letters)
+            rows[-1] += ["" if each is None else _with_interval(each) for each in steps]
     header = ["arm", "budget", "held", "decoding", *letters.values(), "all", "before a mistake"]
+    header += [f"tokens a step, {letter}" for letter in letters.values() if has_drafts]
     return Table(header, rows)
+
+
+def _with_interval(found: Estimate) -> str:
+    return f"{found.mean:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
 def _forced_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:

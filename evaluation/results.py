@@ -74,6 +74,8 @@ class Cell:
     """Part of `blocks_held` that holds sketches."""
     recalled: float = 0.0
     """Share of the prompt that a choice brings back, mean over choices and answers."""
+    tokens_per_step: Estimate | None = None
+    """Tokens of an answer that a step gave, without the first; None without drafts."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,9 @@ def _cell(task: Task, arm: Arm, answers: Sequence[Answer], block_size: int) -> C
         decoding_held=_decoding_held(arm, answers, block_size),
         sketch_held=_mean([answer.sketch_blocks / answer.blocks_before for answer in answers]),
         recalled=_mean([n / each.prompt_tokens for each in answers for n in each.recalled]),
+        tokens_per_step=bootstrap([answer.tokens_per_step for answer in answers])
+        if arm.drafts
+        else None,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evaluation.ablations import BOUNDS
-from evaluation.arms import FULL, REACH, ROOT, Arm, arm, crossed, paired, recalling
+from evaluation.arms import FULL, REACH, ROOT, Arm, arm, crossed, drafting, paired, recalling
 from evaluation.engine import Settings, TextEngine
 from evaluation.field import Field
 from evaluation.parts import Cells, Part, Task, replacing
@@ -65,9 +65,11 @@ _DEFAULT = Part(
 
 # -- trained gates --------------------------------------------------------------------------
 
-FOLDERS = {name: f"build/gates/{name}" for name in ("kvzap", "dbtrimkv", "trimkv", "untied")}
-"""Gates that docs/gates.md trains: each method's own, and DBTrimKV's with a last projection for
-each layer."""
+DBTRIMKV_GATES = ("dbtrimkv", "dbtrimkv1", "heads", "heads1", "printed")
+"""DBTrimKV's gates of several trainings: a last projection for all layers, and for all layers and
+heads, each with two seeds, and the latter as the paper prints it."""
+FOLDERS = {name: f"build/gates/{name}" for name in ("kvzap", "trimkv", *DBTRIMKV_GATES)}
+"""Gates that docs/gates.md trains."""
 
 
 def gated(
@@ -101,11 +103,9 @@ def _trained(
 
 
 _NUMBERS = (number("prose", 1024), number("prose", 1024, keys=4))
-_OWN = {
-    "dbtrimkv": gated(("dbtrimkv",), "dbtrimkv"),
-    "trimkv": gated(("trimkv",), "trimkv"),
-    "untied": gated(("dbtrimkv",), "untied"),
-}
+_OWN = {name: gated(("dbtrimkv",), name) for name in DBTRIMKV_GATES}
+_TRIMKV = gated(("trimkv",), "trimkv")
+_TRIMKV_NEXT = gated(("trimkv_next",), "trimkv")
 _LARGEST = (
     *gated(("kvzap",), "kvzap", budgets=1),
     *gated(("dbtrimkv",), "dbtrimkv", budgets=1),
@@ -256,13 +256,19 @@ PARTS = {
     ),
     "own": Part(
         "Each with its own gates",
-        "`dbtrimkv` and `trimkv` with gates of their own training, and `dbtrimkv,gates=untied`, "
-        "trained with a last projection for each layer in place of one for all. One training each, "
-        "so how much another seed would change is not known.",
-        (Cells((*_NUMBERS, PASSAGES[0]), sum(_OWN.values(), ()), 24),),
+        "`trimkv` with gates of its own training, over two tokens to come and one "
+        "(`trimkv_next`), and `dbtrimkv` with gates of five trainings. Its last projection is "
+        "one for all layers (`dbtrimkv`, and `dbtrimkv1` with another seed) or for all layers and "
+        "heads (`heads`, `heads1`; `printed` with the paper's bias, M and loss as well).",
+        (Cells((*_NUMBERS, PASSAGES[0]), (*sum(_OWN.values(), ()), *_TRIMKV, *_TRIMKV_NEXT), 28),),
         (
-            *paired(_OWN["dbtrimkv"], _OWN["trimkv"]),
-            *paired(_OWN["dbtrimkv"], _OWN["untied"]),
+            *paired(_OWN["dbtrimkv"], _TRIMKV),
+            *paired(_OWN["dbtrimkv"], _OWN["heads"]),
+            *paired(_OWN["dbtrimkv1"], _OWN["heads1"]),
+            *paired(_OWN["dbtrimkv"], _OWN["dbtrimkv1"]),
+            *paired(_OWN["heads"], _OWN["heads1"]),
+            *paired(_OWN["dbtrimkv"], _OWN["printed"]),
+            *paired(_TRIMKV, _TRIMKV_NEXT),
         ),
     ),
     "wrong": Part(
@@ -288,6 +294,21 @@ PARTS = {
             for arms in _LONG
             for other in UNTRAINED
             for pair in paired(arms, ceilings((other,)))
+        ),
+        counts_all=True,
+    ),
+    "drafts": Part(
+        "The model as its own draft",
+        "In each step the model drafts three tokens for itself, with the full cache, and verifies "
+        "them with the evicted one. All questions count. *Tokens a step* has what a step gives on "
+        "average after the first token, of at most four: drafts beyond an answer's end count as "
+        "rejected. Answers are those without drafts.",
+        (
+            Cells(
+                (number("prose", 1024), PASSAGES[1], COPY),
+                drafting((FULL, *crossed((DEFAULT,), BUDGETS, (0, WAIT))), 3),
+                12,
+            ),
         ),
         counts_all=True,
     ),

@@ -40,6 +40,8 @@ class Arm:
     """Folder of the gates that the method reads, relative to the repository."""
     recall: Options = ()
     """The setting `recall` of its engine: names and values; () for none."""
+    drafts: int = 0
+    """Tokens that the model drafts for itself in each step, with a full cache of its own."""
     name: str = ""
     """Given name, for arms that their method and budget do not tell apart."""
     server: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -62,7 +64,7 @@ class Arm:
         if self.name:
             return self.name
         if self.method in (None, FULL_CACHE):
-            return FULL_CACHE
+            return f"{FULL_CACHE}{self.suffix}"
         budget = f"{self.budget:g}" if isinstance(self.budget, float | int) else self.budget
         return f"{self.method}@{budget}{self.suffix}"
 
@@ -80,10 +82,11 @@ class Arm:
 
     @property
     def suffix(self) -> str:
-        """Return options and recall, and the gates' folder unless it is named like the method."""
+        """Return options, recall, drafts, and the gates' folder if it is not the method's name."""
         folder = Path(self.gates).name
         gates = () if folder in ("", self.method) else (("gates", folder),)
-        told = (*self.options, *gates, *self.recall)
+        drafts = (("drafts", self.drafts),) if self.drafts else ()
+        told = (*self.options, *gates, *self.recall, *drafts)
         return "".join(f",{name}={value}" for name, value in told)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -117,12 +118,15 @@ class LocalEngine:
 
     @property
     def attention_group(self) -> Any:
-        """Return the group of full-attention layers: its backend, builder and layer names."""
+        """Return the model's group of full-attention layers: its backend, builder, layer names.
+
+        A draft model has fewer layers.
+        """
         groups = (group for groups in self.worker.model_runner.attn_groups for group in groups)
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        (group,) = (g for g in groups if isinstance(g.kv_cache_spec, FullAttentionSpec))
-        return group
+        full = (group for group in groups if isinstance(group.kv_cache_spec, FullAttentionSpec))
+        return max(full, key=lambda group: len(group.layer_names))
 
     def facts(self) -> dict[str, Any]:
         """Return the settings that vLLM arrived at, for a report."""
@@ -141,14 +145,17 @@ class LocalEngine:
             "runner": type(self.worker.model_runner).__name__,
         }
 
-    def finish(self, requests: Iterable[Request[T]], most: int) -> Iterator[tuple[T, Any]]:
-        """Yield the subject and the output of each request, in the order in which they finish.
+    def finish(self, requests: Iterable[Request[T]], most: int) -> Iterator[tuple[T, Any, int]]:
+        """Yield each request's subject, output and number of steps that gave it a token.
+
+        They come in the order in which they finish.
 
         Args:
             most: requests that the engine has at a time. Twice its batch keeps the batch full.
         """
         waiting = iter(requests)
         asked: dict[str, T] = {}
+        steps: Counter[str] = Counter()
         while True:
             for request in islice(waiting, most - len(asked)):
                 self.engine.add_request(request.name, request.prompt, request.sampling)
@@ -156,8 +163,10 @@ class LocalEngine:
             if not asked:
                 return
             for output in self.engine.step():
+                name = output.request_id
+                steps[name] += 1
                 if output.finished:
-                    yield asked.pop(output.request_id), output
+                    yield asked.pop(name), output, steps.pop(name)
 
     def close(self) -> None:
         """Shut down the core and free what it held, so that another engine can start."""

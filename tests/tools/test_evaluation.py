@@ -32,6 +32,7 @@ from evaluation.arms import (
     by_engine,
     check,
     crossed,
+    drafting,
     eviction_settings,
     identity,
     recalling,
@@ -174,6 +175,10 @@ def test_engines_by_recall() -> None:
     emulated = arm(STATES, 0.2, mix=1)
     assert by_engine([FULL, emulated, plain]) == [(FULL, plain), (FULL, emulated)]
     assert by_engine([FULL, emulated]) == [(FULL, emulated)]
+    drafted = drafting((FULL, plain), 3)
+    assert [each.key for each in drafted] == ["none,drafts=3", "reach@0.1,defer=4,drafts=3"]
+    assert by_engine([FULL, *drafted]) == [(FULL, *drafted)]
+    assert by_engine([FULL, plain, *drafted]) == [(FULL, plain), (FULL, *drafted)]
     assert by_engine([FULL, plain, every_3, every_8]) == [
         (FULL, plain),
         (FULL, every_3),
@@ -849,8 +854,8 @@ def test_a_prompt_that_was_not_evicted_is_no_answer_of_the_arm() -> None:
     )
     asked = Asked(SHORT.name, 3, ONE, TextExample("", "", "12", "number"), ("12",))
     with pytest.raises(NotEvictedError, match=r"question 3 .* snapkv@0.1: .*budget_too_large"):
-        asked.answer(output)
-    answer = replace(asked, arm=FULL).answer(output)
+        asked.answer(output, 2)
+    answer = replace(asked, arm=FULL).answer(output, 2)
     assert (answer.is_exact, answer.kept_tokens, answer.blocks_after) == (True, 500, 32)
 
 
@@ -925,13 +930,19 @@ def test_missing_weights_name_the_command(
 def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
     small, large, blind = arm("snapkv", 0.1), arm("snapkv", 0.9), arm("streaming", 0.1)
     waiting = arm("snapkv", 0.1, defer=2)
-    arms = (small, large, blind, waiting, arm("reach_budget_entropy", 0.1))
+    drafted, drafted_small = drafting((FULL, small), 3)
+    arms = (small, large, blind, waiting, arm("reach_budget_entropy", 0.1), drafted, drafted_small)
     part = Part("Tiny", "A part.", (Cells((SHORT,), arms, 3),), ((large, small),))
     settings = Settings(8, 1, 16, max_model_len=640)
     field = replace(texts.FIELD, settings=settings, parts={"tiny": part})
     with AnswerLog(tmp_path, "abc") as log:
         ((_, result),) = Run(field, field.parts, log).results(FACTS)
         early, late = (log[SHORT.name, 0, each] for each in (small, waiting))
+        for each, own in ((FULL, drafted), (small, drafted_small)):
+            told, tokens = log[SHORT.name, 0, each], log[SHORT.name, 0, own]
+            assert tokens.text == told.text
+            assert (told.tokens_per_step, tokens.cuts) == (0, told.cuts)
+            assert 1 < tokens.tokens_per_step <= 4
     # The model says what it reads, if its cache holds it.
     assert result.tasks[0].right.mean == 1.0
     cells = {(cell.label, cell.budget): cell for cell in result.cells}

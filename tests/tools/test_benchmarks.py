@@ -58,13 +58,14 @@ def takes_too_long(given: Bench) -> Iterator[Line]:
 
 MEASURES = {
     "costs": "acf",
-    "gain": "bd",
+    "gain": "bdo",
     "grid": "s",
     "scheduler": "i",
     "steps": "k",
     "methods": "g",
     "metrics": "h",
     "recall": "l",
+    "drafts": "e",
     "ranks": "r",
     "handover": "n",
 }

@@ -260,7 +260,7 @@ PARTS = {
         "(`trimkv_next`), and `dbtrimkv` with gates of five trainings. Its last projection is "
         "one for all layers (`dbtrimkv`, and `dbtrimkv1` with another seed) or for all layers and "
         "heads (`heads`, `heads1`; `printed` with the paper's bias, M and loss as well).",
-        (Cells((*_NUMBERS, PASSAGES[0]), (*sum(_OWN.values(), ()), *_TRIMKV, *_TRIMKV_NEXT), 28),),
+        (Cells(_NUMBERS, (*sum(_OWN.values(), ()), *_TRIMKV, *_TRIMKV_NEXT), 28),),
         (
             *paired(_OWN["dbtrimkv"], _TRIMKV),
             *paired(_OWN["dbtrimkv"], _OWN["heads"]),

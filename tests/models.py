@@ -7,6 +7,8 @@ function and greedy text can be compared token for token.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -822,6 +824,25 @@ def eagle_head(folder: Path, method: str) -> Path:
     config.save_pretrained(target := folder.with_name(f"{folder.name}-{method}"))
     weights = {name: weight.detach().clone() for name, weight in weights.items()}
     save_file(weights, str(target / "model.safetensors"), metadata={"format": "pt"})
+    return target
+
+
+def with_mtp(folder: Path) -> Path:
+    """Return the folder of a Qwen3.5 with weights of MTP, its last layer again; it is written."""
+    shutil.copytree(folder, target := folder.with_name(f"{folder.name}-mtp"))
+    path, settings = target / "model.safetensors", target / "config.json"
+    weights, config = load_file(path), json.loads(settings.read_text())
+    text = config["text_config"]
+    last = f"model.language_model.layers.{text['num_hidden_layers'] - 1}."
+    size = text["hidden_size"]
+    text["mtp_num_hidden_layers"] = 1
+    layer = {name.replace(last, "mtp.layers.0."): weights[name] for name in weights if last in name}
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    weights |= {name: weight.clone() for name, weight in layer.items()}
+    weights |= {f"mtp.{name}.weight": torch.zeros(size) for name in norms}  # of weights less 1
+    weights["mtp.fc.weight"] = torch.eye(size).repeat(1, 2) / 2
+    save_file(weights, path, metadata={"format": "pt"})
+    settings.write_text(json.dumps(config))
     return target
 
 

@@ -212,7 +212,6 @@ HYBRIDS = {
 OF_HYBRIDS = (
     (STAGES, "pipeline parallelism (--pipeline-parallel-size 2)"),
     ({"kv_cache_dtype": "fp8", "block_size": 32}, "a quantised cache (--kv-cache-dtype fp8)"),
-    ({"speculative_config": NGRAM}, "speculative decoding"),
     ({"eviction": "head_scores"}, "head_scores"),
     ({"eviction": "gates"}, "gates (--kv-eviction-gates)"),
     ({"disable_hybrid_kv_cache_manager": True}, "(--disable-hybrid-kv-cache-manager)"),
@@ -234,6 +233,7 @@ REFUSED = [
         for model, what in HYBRIDS.items()
         for options, word in OF_HYBRIDS
     ),
+    case(f"speculative decoding of {HYBRIDS['windows']}", "windows", speculative_config=NGRAM),
     case("--prefix-match-unit 16 of a hybrid ... remove", "hybrid", prefix_match_unit=16),
     case("multi-head latent attention (MLA) ... serve another model", "latent", marks=SLOW),
     case("values of another size than keys (v_head_dim 8) ... serve another", "small values"),
@@ -437,12 +437,23 @@ CHANGED = [
     *(
         changed(
             f"speculative decoding by {method} yet: use one of the methods ngram, draft_model, "
-            "eagle, eagle3 in --speculative-config, remove the flag or leave out",
+            "eagle, eagle3, mtp in --speculative-config, remove the flag or leave out",
             {"speculative_config.method": method},
             **DRAFTING,
         )
         for method in get_args(SpeculativeMethod)
         if method not in platforms.CPU.drafts
+    ),
+    changed(
+        "by mtp of other models than Qwen3.5 yet: remove --speculative-config",
+        {"speculative_config.method": "mtp"},
+        **DRAFTING,
+    ),
+    changed(
+        f"by eagle of {HYBRIDS['hybrid']} yet: use one of the methods ngram, mtp in",
+        {"speculative_config.method": "eagle"},
+        "hybrid",
+        **DRAFTING,
     ),
     *(
         changed(
@@ -599,6 +610,7 @@ def test_models_of_several_kinds_of_layers_are_served(folder: Folder, model: str
     assert config.cache_config.enable_prefix_caching
     if model == "hybrid":
         assert config.cache_config.mamba_cache_mode == "align"
+        configure(folder(model), **DRAFTING)
         check_on_cuda(configure(folder(model), settings(debug={"poison": True})))
     check_on_cuda(config)
     configure(folder(model), **RANKS)

@@ -26,10 +26,12 @@ from vllm.utils import cpu_triton_utils
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker import mamba_utils
 
 from vllm_tgvkv.engine import patches
 from vllm_tgvkv.plugin import UnsupportedVllmError, check_vllm_version, register
 from vllm_tgvkv.server.streams import transfers_of
+from vllm_tgvkv.worker import cpu_states
 from vllm_tgvkv.worker.cpu import expand_batch_to_tokens
 
 CHAT = ["self", "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache"]
@@ -169,6 +171,40 @@ def test_vllm_looks_up_the_replaced_function_with_these_parameters() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     ]
     assert called.count("expand_batch_to_tokens") == 3
+
+
+def test_vllm_calls_the_repaired_functions_of_states() -> None:
+    """With these parameters; vLLM itself has nothing on CPU in place of the kernels."""
+    ours, theirs = (
+        list(inspect.signature(function).parameters)
+        for function in (cpu_states.spec_forward, cpu_states._spec_forward)
+    )
+    assert ours == theirs
+    states = ["block_table_ptrs_ptr", "block_table_stride_req"]
+    kinds = "base_addrs block_strides elem_sizes inner_sizes conv_widths group_indices"
+    kinds += " dim_row_count dim_row_stride"
+    states += [f"state_{kind}_ptr" for kind in kinds.split()]
+    module = ast.parse(Path(mamba_utils.__file__).read_text())
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    for kernel, before, after in (
+        (
+            "precopy_mamba_align_fused_kernel",
+            ["mamba_state_idx_ptr", "src_col_ptr", "token_bias_ptr"],
+            ["idx_mapping_ptr", "num_reqs"],
+        ),
+        (
+            "postprocess_mamba_fused_kernel",
+            [
+                *("num_accepted_tokens_ptr", "mamba_state_idx_ptr", "num_scheduled_tokens_ptr"),
+                *("num_computed_tokens_ptr", "num_draft_tokens_ptr"),
+            ],
+            ["num_accepted_tokens_out_ptr", "idx_mapping_ptr", "num_reqs"],
+        ),
+    ):
+        wanted = [*before, *states, *after]
+        found = [argument.arg for argument in functions[kernel].args.args]
+        assert found[: len(wanted)] == wanted, kernel
+    assert "mamba_align_fused" not in inspect.getsource(type(current_platform)), "vLLM has its own"
 
 
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:

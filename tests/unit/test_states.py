@@ -134,7 +134,9 @@ def test_a_draft_model_has_one_group_in_the_models_blocks(models: str) -> None:
     """The first one, with as many tokens in a block as fit."""
     model, draft, times = DRAFTS[models]
     own = full_attention("draft_model", *draft)
-    config = grouped(with_draft_specs({**full_attention("model", *model), **own}, own.keys()))
+    specs = {**full_attention("model", *model), **own}
+    assert [*with_draft_specs(specs, own.keys(), last=True)] == [*specs]
+    config = grouped(with_draft_specs(specs, own.keys()))
     assert_full_attention_fills_blocks(config, model[0])
     group, _ = config.kv_cache_groups
     assert group.layer_names == list(own)

@@ -63,7 +63,9 @@ def with_state_specs(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
     }
 
 
-def with_draft_specs(specs: Mapping[str, KVCacheSpec], drafts: Set[str]) -> dict[str, KVCacheSpec]:
+def with_draft_specs(
+    specs: Mapping[str, KVCacheSpec], drafts: Set[str], *, last: bool = False
+) -> dict[str, KVCacheSpec]:
     """Return the specs that give the layers of a draft model blocks of their own, in one group.
 
     It is the first one: vLLM's model runner V1 gives draft models the first group's block table.
@@ -71,6 +73,7 @@ def with_draft_specs(specs: Mapping[str, KVCacheSpec], drafts: Set[str]) -> dict
     Args:
         specs: of all layers by name.
         drafts: names of the draft model's.
+        last: whether it is the last group, where vLLM looks for the layers of MTP.
 
     Raises:
         UnsupportedByEvictionError: if the draft model's layers have no full attention, or do not
@@ -90,7 +93,7 @@ def with_draft_specs(specs: Mapping[str, KVCacheSpec], drafts: Set[str]) -> dict
         name: replace(replace_as(spec, DraftSpec), block_size=times * spec.block_size)
         for name, spec in own.items()
     }
-    return {**own, **others}
+    return {**others, **own} if last else {**own, **others}
 
 
 def draft_block_factor(own: Sequence[int], evicted: Sequence[int]) -> int:

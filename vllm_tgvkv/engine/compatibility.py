@@ -35,6 +35,9 @@ _WAY_OUT = "or leave out --kv-eviction"
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` that quantise nothing."""
 
+_HYBRID_DRAFTS = ("ngram", "mtp")
+"""Methods of speculative decoding for models some of whose layers hold states."""
+
 Refusal = tuple[object, str, str]
 """A condition to refuse, its name for the user, and the way out."""
 
@@ -241,7 +244,7 @@ def _mixed_refusals(
             "use --pipeline-parallel-size 1",
         ),
         (
-            vllm_config.speculative_config is not None,
+            vllm_config.speculative_config is not None and not is_hybrid,
             f"speculative decoding of {what}",
             "remove --speculative-config",
         ),
@@ -435,6 +438,8 @@ def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
         return ()
     stages = vllm_config.parallel_config.pipeline_parallel_size
     drafts, remove = f"speculative decoding by {method}", "remove --speculative-config"
+    is_hybrid = has_delta_nets(vllm_config.model_config)
+    kind = speculative.draft_model_config.hf_config.model_type if method == "mtp" else ""
     return (
         (not platform.drafts, f"{drafts} on this platform", remove),
         (
@@ -442,6 +447,17 @@ def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
             drafts,
             f"use one of the methods {', '.join(platform.drafts)} in --speculative-config, remove "
             "the flag",
+        ),
+        (
+            is_hybrid and method not in _HYBRID_DRAFTS,
+            f"{drafts} of a hybrid model (gated delta nets and full attention)",
+            f"use one of the methods {', '.join(_HYBRID_DRAFTS)} in --speculative-config, remove "
+            "the flag",
+        ),
+        (
+            kind not in ("", "qwen3_5_mtp"),
+            f"{drafts} of other models than Qwen3.5",
+            remove,
         ),
         (
             stages > 1,

@@ -15,9 +15,11 @@
 | `OpenAIServingCompletion.completion_stream_generator` | the same | the same |
 | `RequestOutput.add` | of several choices' results that a stream takes together, the last one's `kv_transfer_params` replace the others' | each choice has its own |
 | `rejection_sampler.expand_batch_to_tokens` (replaced by a function of `worker/cpu.py`) | on CPU it loses numbers that are not int64, among them the temperatures and top k of requests with drafts | vLLM's `_expand_kernel_impl` returns them, which a test in `tests/unit/test_patches.py` notices |
+| `gdn_attention._spec_forward` (replaced by a function of `worker/cpu_states.py`) | on CPU it misplaces the convolutions' inputs of a row with fewer drafts than the server makes | vLLM places them by the row's own tokens |
+| `InputBatch.add_request` and `remove_request` of an engine with states | a request that is left out of a step loses the number of its accepted tokens | vLLM keeps it |
 
 The first three are wrapped when the plugin loads, and pass everything through unless eviction is
-switched on. The others are wrapped when it is, the four before the last one in servers only, that one in the processes of CPU workers with drafts. `tests/unit/test_patches.py` fails when one of them
+switched on. The others are wrapped when it is, the four before the last three in servers only, those in the processes of CPU workers with drafts. `tests/unit/test_patches.py` fails when one of them
 changes its signature.
 """  # noqa: E501
 

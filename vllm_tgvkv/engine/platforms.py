@@ -54,7 +54,7 @@ CPU = Platform(
     "CPU_ATTN",
     has_other_backends=False,
     shares_experts=False,
-    drafts=("ngram", "draft_model", "eagle", "eagle3"),
+    drafts=("ngram", "draft_model", "eagle", "eagle3", "mtp"),
     recall_tiers=("memory", "file"),
     skips_hidden_keys=True,
     cache_is_on_host=True,

@@ -139,7 +139,9 @@ class EvictingWorker:
                 # A hit ends with a block of every layer.
                 cache.mamba_block_size = block_size
             specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        return with_state_specs(with_draft_specs(specs, drafts))
+        speculative = self.vllm_config.speculative_config
+        is_mtp = speculative is not None and speculative.method == "mtp"
+        return with_state_specs(with_draft_specs(specs, drafts, last=is_mtp))
 
     @property
     def _draft_layers(self) -> Set[str]:

@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_tgvkv.worker.base import EvictingWorker
+from vllm_tgvkv.worker.cpu_states import AcceptedTokens, repair_states
 
 
 def expand_batch_to_tokens(
@@ -43,11 +45,28 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
     replaced_backend = AttentionBackendEnum.CPU_ATTN
     evicting_backend = "vllm_tgvkv.attention.cpu.EvictingCPUBackend"
 
+    _accepted: AcceptedTokens | None = None
+
     def init_device(self) -> None:
-        """Prepare the device, and repair the sampling of drafts in this process, for good."""
+        """Prepare the device, and repair what vLLM does with drafts in this process, for good."""
         super().init_device()
         if self.vllm_config.speculative_config is not None:
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+            if self.model_config.is_hybrid:
+                repair_states()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache; with drafts, states need the number of accepted tokens."""
+        super().initialize_from_config(kv_cache_config)
+        if self.vllm_config.speculative_config is not None and kv_cache_config.has_mamba_layers:
+            self._accepted = AcceptedTokens(self.model_runner.input_batch)
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        if self._accepted is not None:
+            self._accepted.begin_step(scheduler_output)
+        return super().execute_model(scheduler_output)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model, and allocate room for hidden states from another pipeline stage.

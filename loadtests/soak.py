@@ -60,7 +60,7 @@ SERVE = [
     *("--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "256"),
     *("--max-num-seqs", "16", "--enforce-eager", "--mm-processor-cache-gb", "0.1"),
 ]
-EVICTING = ["--kv-eviction", "tgv", "--kv-eviction-budget", "0.1"]
+EVICTING = ["--kv-eviction", "reach", "--kv-eviction-when", "always", "--kv-eviction-budget", "0.1"]
 EVICTING += ["--kv-eviction-config", json.dumps({"methods": MIXES})]
 # Text as well, so that every request of the traffic may shrink.
 PRESSED_CONFIG = {"text_only": "evict", "debug": {"check_integrity": True}}

@@ -7,7 +7,6 @@ vLLM loads it only where `VLLM_PLUGINS` names `tgvkv`.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,19 +98,19 @@ def replace_defaults(values: schemas.NewDefaults, server: ChangeableServer) -> s
 
     403: the caller is not the admin, or changes are not enabled; 409: the file cannot be written.
     """
-    return _write(server, lambda: values.model_dump(exclude_none=True))
+    return _write(server, values.model_dump(exclude_none=True))
 
 
 @router.patch("/defaults", summary="Change policy or budget of new requests")
 def change_defaults(change: schemas.DefaultsChange, server: ChangeableServer) -> schemas.Defaults:
     """As `PUT`, but what the body leaves out stays: a budget alone never switches eviction on."""
-    return _write(server, lambda: server.defaults.read() | change.model_dump(exclude_none=True))
+    return _write(server, change.model_dump(exclude_none=True), keep=True)
 
 
 @router.delete("/defaults", summary="Restore what the server was started with")
 def restore_defaults(server: ChangeableServer) -> schemas.Defaults:
     """As `PUT` with the policy and budget that the server was started with."""
-    return _write(server, dict)
+    return _write(server, {})
 
 
 @router.api_route("/defaults", methods=["GET", "POST", "OPTIONS"], include_in_schema=False)
@@ -120,15 +119,15 @@ def other_methods() -> Response:
     return JSONResponse({"detail": "Method Not Allowed"}, 405, {"Allow": "DELETE, PATCH, PUT"})
 
 
-def _write(server: Access, values: Callable[[], dict[str, Any]]) -> schemas.Defaults:
-    """Replace the defaults.
+def _write(server: Access, values: dict[str, Any], keep: bool = False) -> schemas.Defaults:
+    """Replace the defaults; with `keep`, what `values` leave out stays.
 
     Raises:
         HTTPException: 400 for values or a present file that are wrong, 409 if the file cannot be
             written.
     """
     try:
-        server.defaults.write(values())
+        server.defaults.write(values, keep)
     except EvictionConfigError as error:
         raise HTTPException(400, str(error)) from error
     except OSError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 from argparse import Namespace
 from base64 import b64encode
 from pathlib import Path
@@ -307,7 +308,7 @@ def test_defaults_that_are_wrong_or_cannot_be_written(
     assert wrong.json()["detail"].startswith("budget of the request is 0: give")
     unknown = server.put("/kv-eviction/defaults", json={"sinks": 4}, headers=BOSS)
     assert unknown.status_code == 422
-    folder.rmdir()
+    shutil.rmtree(folder)
     lost = server.put("/kv-eviction/defaults", json=CHANGE, headers=BOSS)
     assert lost.status_code == 409
     assert "cannot be written: No such file" in lost.json()["detail"]

@@ -341,6 +341,10 @@ def test_wrong_options_in_a_stream_and_in_completions(server: ChatServer) -> Non
             server.client.completions.create(**body, prompt="a" * 200, extra_body=given)
         with pytest.raises(openai.BadRequestError, match=message):
             server.client.responses.create(**body, input="a" * 200, extra_body=given)
+        asked = {**body, "max_tokens": 2, "messages": [{"role": "user", "content": "a" * 200}]}
+        answer = httpx.post(f"{server.url}/v1/messages", json={**asked, **given}, timeout=60)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
 
 
 def test_several_choices_share_a_prompt(server: ChatServer) -> None:

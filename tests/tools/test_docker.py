@@ -1168,6 +1168,7 @@ def test_a_canary_shares_weights_and_address_but_not_its_defaults() -> None:
     assert defaults == {"vision": "kv-eviction-defaults", "canary": "kv-eviction-canary"}
     page = (ROOT / "docs/production.md").read_text()
     assert all(f"create configmap {name} " in page for name in defaults.values())
+    assert f"helm uninstall canary\nkubectl delete configmap {defaults['canary']}\n" in page
     assert claims["vision"] == claims["canary"]
 
 

@@ -57,7 +57,7 @@ SECONDS = 1800.0
 def test_the_mix_has_everything_in_it() -> None:
     cases = make_cases()
     assert len({json.dumps([case.messages, dict(case.xargs)]) for case in cases}) == len(cases)
-    methods = {case.xargs.get("kv_eviction", "tgv") for case in cases}
+    methods = {case.xargs.get("kv_eviction", "reach") for case in cases}
     assert methods == {*POLICY_NAMES, *MIXES, "none"}
     assert {mix["granularity"] for mix in MIXES.values()} == {"head", "layer"}
     budgets = [str(case.xargs.get("kv_eviction_budget", "")) for case in cases]
@@ -133,7 +133,7 @@ def test_flags_of_its_servers_are_understood(
 ) -> None:
     made = engine_args(serve_parser, "model", *command.SERVE, *flags)
     config = EvictionConfig.from_mapping(made.additional_config[CONFIG_KEY])
-    assert (config.when == "pressure") == config.debug.check_integrity == (flags[1] == "reach")
+    assert (config.when == "pressure") == config.debug.check_integrity == (flags == command.PRESSED)
 
 
 # -- answers --------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_tgvkv.config.defaults import Defaults
+from vllm_tgvkv.config.defaults import Defaults, _read
 from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.shared.budget import Budget
 from vllm_tgvkv.shared.errors import EvictionConfigError
@@ -33,7 +35,27 @@ def test_every_process_sees_a_change(tmp_path: Path) -> None:
     assert (one.current().policy, str(one.current().budget)[:4]) == ("tgv", "auto")
     one.write({})
     assert other.current() == config
-    assert [path.name for path in tmp_path.iterdir()] == ["defaults.json"]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"defaults.json", ".defaults.json.lock"}
+
+
+def test_no_change_of_a_part_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writers at the same time, as of two processes, that read before either of them writes."""
+    config = server(tmp_path / "defaults.json")
+
+    def slow(path: Path) -> Any:
+        found = _read(path)
+        time.sleep(0.2)
+        return found
+
+    Defaults(config).write({"policy": "snapkv"})
+    monkeypatch.setattr("vllm_tgvkv.config.defaults._read", slow)
+    changes = ({"policy": "none"}, {"budget": 0.3})
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(Defaults(config).write, change, keep=True) for change in changes]
+        for writer in writers:
+            writer.result(timeout=30)
+    assert _read(tmp_path / "defaults.json") == {"policy": "none", "budget": 0.3}
 
 
 def test_files_written_by_hand(tmp_path: Path) -> None:
@@ -89,7 +111,7 @@ def test_wrong_values_are_not_written(tmp_path: Path) -> None:
         defaults.write({"budget": 0})
     with pytest.raises(EvictionConfigError, match="text_only is 'evict'"):
         Defaults(server(path, policy="snapkv", text_only="evict")).write({"policy": "tgv"})
-    assert list(tmp_path.iterdir()) == []
+    assert not path.exists()
     for wrong in ("relative.yaml", 7, "/no/such/folder/defaults.yaml"):
         with pytest.raises(EvictionConfigError, match=r"kv_eviction\.defaults_file is"):
             EvictionConfig.from_mapping({"policy": "tgv", "defaults_file": wrong})

@@ -13,6 +13,7 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.serving import BaseServing
@@ -47,6 +48,7 @@ PARAMETERS: dict[tuple[type, str], list[str]] = {
     (BaseRenderer, "render_chat"): CHAT,
     (BaseRenderer, "render_chat_async"): CHAT,
     (BaseServing, "_check_model"): ["self", "request"],
+    (AnthropicServingMessages, "create_messages"): ["self", "request", "raw_request"],
     (OpenAIServingChat, "chat_completion_stream_generator"): [
         *("self", "request", "result_generator", "request_id", "model_name", "conversation"),
         *("tokenizer", "request_metadata", "chat_template_kwargs", "mm_token_counts"),
@@ -73,7 +75,7 @@ def test_bindings_are_vllms() -> None:
     patches.install_request_handling()
     patches.install_serving()
     kinds = [type(owner.__dict__[name]).__name__ for owner, name in PARAMETERS]
-    assert kinds == ["staticmethod", "classmethod", *["function"] * 8]
+    assert kinds == ["staticmethod", "classmethod", *["function"] * 9]
 
 
 def test_subclasses_do_not_bypass_the_wrappers() -> None:

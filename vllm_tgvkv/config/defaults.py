@@ -11,6 +11,7 @@ by `/kv-eviction/defaults` or by anything else, such as a mounted ConfigMap.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import tempfile
@@ -84,35 +85,33 @@ class Defaults:
         check_methods(changed)
         return changed
 
-    def read(self) -> dict[str, Any]:
-        """Return what the file sets now; nothing if there is none.
-
-        Raises:
-            EvictionConfigError: if it cannot be read.
-        """
-        assert self.config.defaults_file is not None
-        path = Path(self.config.defaults_file)
-        return dict(_read(path)) if path.exists() else {}
-
-    def write(self, values: Mapping[str, Any]) -> EvictionConfig:
+    def write(self, values: Mapping[str, Any], keep: bool = False) -> EvictionConfig:
         """Check values and replace the file by them atomically; returns the new settings.
 
+        With `keep`, what the file sets and `values` leave out stays. Writers take turns, also those
+        of other processes.
+
         Raises:
-            EvictionConfigError: as `apply` does.
+            EvictionConfigError: as `apply` does, or if the file cannot be read.
             OSError: if the file cannot be written.
         """
         assert self.config.defaults_file is not None
-        self.apply(values, "the request")
         path = Path(self.config.defaults_file)
-        # In the same folder: a rename is atomic only within one file system.
-        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(dict(values), file)
-            os.replace(scratch, path)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+        # A file of its own, because the other one is replaced.
+        with path.with_name(f".{path.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if keep and path.exists():
+                values = {**_read(path), **values}
+            self.apply(values, "the request")
+            # In the same folder: a rename is atomic only within one file system.
+            descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    json.dump(dict(values), file)
+                os.replace(scratch, path)
+            except BaseException:
+                Path(scratch).unlink(missing_ok=True)
+                raise
         return self.current()
 
 

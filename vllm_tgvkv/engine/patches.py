@@ -11,6 +11,7 @@
 | `BaseRenderer.render_chat` | only here are both messages and tokens known, so that instructions can be told from what they are about | vLLM says where each message of a prompt begins |
 | `BaseRenderer.render_chat_async` | the same, for the server | the same |
 | `BaseServing._check_model` | a stream has begun, and a new image is in the cache, when `process_inputs` is called; beside `vllm_xargs` an option would be ignored | vLLM validates parameters before it renders a prompt |
+| `AnthropicServingMessages.create_messages` | its model of a request drops options beside `vllm_xargs`, which stand in the body only | the same |
 | `OpenAIServingChat.chat_completion_stream_generator` | the events of a stream have no place for a report | they carry `kv_transfer_params` |
 | `OpenAIServingCompletion.completion_stream_generator` | the same | the same |
 | `RequestOutput.add` | of several choices' results that a stream takes together, the last one's `kv_transfer_params` replace the others' | each choice has its own |
@@ -19,7 +20,7 @@
 | `InputBatch.add_request` and `remove_request` of an engine with states | a request that is left out of a step loses the number of its accepted tokens | vLLM keeps it |
 
 The first three are wrapped when the plugin loads, and pass everything through unless eviction is
-switched on. The others are wrapped when it is, the four before the last three in servers only, those in the processes of CPU workers with drafts. `tests/unit/test_patches.py` fails when one of them
+switched on. The others are wrapped when it is, the five before the last three in servers only, those in the processes of CPU workers with drafts. `tests/unit/test_patches.py` fails when one of them
 changes its signature.
 """  # noqa: E501
 
@@ -29,7 +30,7 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -68,7 +69,9 @@ from vllm_tgvkv.shared import connector
 from vllm_tgvkv.shared.errors import EvictionConfigError
 
 if TYPE_CHECKING:
+    from fastapi import Request
     from vllm.config import VllmConfig
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.serve.engine.serving import BaseServing
     from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
     from vllm.v1.engine import EngineCoreRequest
@@ -120,6 +123,7 @@ def install_request_handling() -> None:
 
 def install_serving() -> None:
     """Wrap what requests and streams go through in a server; a second call changes nothing."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.serve.engine.serving import BaseServing
@@ -128,6 +132,7 @@ def install_serving() -> None:
     from vllm_tgvkv.server.streams import add_result, with_reports
 
     _wrap(BaseServing, "_check_model", _check_request)
+    _wrap(AnthropicServingMessages, "create_messages", _check_message)
     _wrap(OpenAIServingChat, "chat_completion_stream_generator", with_reports)
     _wrap(OpenAIServingCompletion, "completion_stream_generator", with_reports)
     _wrap(RequestOutput, "add", add_result)
@@ -410,11 +415,27 @@ async def _check_request(original: Callable[..., Any], serving: BaseServing, req
     error = await original(serving, request)
     processor = getattr(serving, "input_processor", None)
     if error is None and processor is not None and _defaults_of(processor).config.active:
-        for key in filter(is_meant_for_us, getattr(request, "model_extra", None) or ()):
-            message = f"{key} is at the top level of the request's body: put it into vllm_xargs"
-            raise VLLMValidationError(message, parameter=key)
+        _refuse_beside(getattr(request, "model_extra", None) or ())
         _refuse_wrong_options(processor, getattr(request, "vllm_xargs", None) or {})
     return error
+
+
+async def _check_message(
+    original: Callable[..., Any],
+    serving: AnthropicServingMessages,
+    request: Any,
+    raw_request: Request | None = None,
+) -> Any:
+    if raw_request is not None and _defaults_of(serving.input_processor).config.active:
+        _refuse_beside(await raw_request.json())  # which FastAPI has read and keeps
+    return await original(serving, request, raw_request)
+
+
+def _refuse_beside(body: Iterable[str]) -> None:
+    """Raise `VLLMValidationError` for an option beside `vllm_xargs`, where nothing reads it."""
+    for key in filter(is_meant_for_us, body):
+        message = f"{key} is at the top level of the request's body: put it into vllm_xargs"
+        raise VLLMValidationError(message, parameter=key)
 
 
 def _defaults_of(processor: InputProcessor) -> Defaults:

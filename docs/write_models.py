@@ -225,6 +225,23 @@ def asked_layers(decision: Decision, engine_args: EngineArgs) -> Decision:
     return replace(decision, outcome=outcome, reason=reason, layers=layers, kinds=kinds)
 
 
+def grouped(rows: dict[str, list[list[str]]]) -> dict[str, list[list[str]]]:
+    """Return the rows of served architectures, where those that differ in inputs alone share one.
+
+    These have full attention only and no tiny model, or their layers are not known.
+    """
+    alike = [
+        row for row in rows["served"] if re.fullmatch(rf"\d+ {FULL_ATTENTION}", row[2] + row[4])
+    ]
+    found = {"served": [row for row in rows["served"] if row not in alike]}
+    for name, of in (("full attention", alike), (UNPROVEN, rows[UNPROVEN])):
+        by_inputs: dict[str, list[str]] = {}
+        for architecture, inputs, *_ in of:
+            by_inputs.setdefault(inputs, []).append(architecture)
+        found[name] = [[inputs, ", ".join(names)] for inputs, names in sorted(by_inputs.items())]
+    return found
+
+
 def tables() -> dict[str, str]:
     """Judge every multimodal architecture of vLLM's registry; return the tables by their marks."""
     found, rows = {}, {name: [] for name in OUTCOMES}
@@ -240,6 +257,7 @@ def tables() -> dict[str, str]:
     limited = sum("(compatibility.md#" in cells[2] for cells in rows["served"])
     numbers["of the served ones, with windows, states or image prefixes"] = limited
     rows["numbers"] = list(map(list, numbers.items()))
+    rows |= grouped(rows)
     rows["gains"] = [
         [
             known,

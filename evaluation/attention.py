@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evaluation.arms import ROOT
-from evaluation.engine import MODELS, TextWriter, turns
-from measure.statistics import Estimate, bootstrap
-from reader.assemble import load_vocabulary, page_model_folder
+from evaluation.eager import EagerModel
+from evaluation.engine import TextWriter, turns
+from evaluation.results import estimates
+from measure.statistics import bootstrap
 from reader.tasks import PageQuestion
 from vllm_tgvkv.gates.folder import Gates
+from vllm_tgvkv.judge.statistics import Estimate
 from vllm_tgvkv.kernels.gates import ACTIVATIONS, LayerGate
 
 LEAST = 0.01
@@ -444,15 +444,14 @@ def summarise(facts: dict[str, Any], prompts: Sequence[Prompted]) -> Measured:
 
 def read_measured(part: dict[str, Any]) -> Measured:
     """Return a statistic's results as the file has them."""
-    points = [Point(**{**each, "y": Estimate(*each["y"])}) for each in part["points"]]
-    numbers = [Number(**{**each, "mean": Estimate(*each["mean"])}) for each in part["numbers"]]
-    return Measured(part["facts"], points, numbers)
+    points = [Point(**estimates(each)) for each in part["points"]]
+    return Measured(part["facts"], points, [Number(**estimates(each)) for each in part["numbers"]])
 
 
 # -- the model ------------------------------------------------------------------------------
 
 
-class AttentionReader:
+class AttentionReader(EagerModel):
     """The page model in transformers, which reads texts too and shows its attention."""
 
     def __init__(self, gates_folder: str = "") -> None:
@@ -470,36 +469,28 @@ class AttentionReader:
             gates = Gates.read(str(ROOT / gates_folder), "the folder of the gates")
             heads, cpu = slice(gates.kv_heads), torch.device("cpu")
             self._gates = gates.load(gates.layers, heads, torch.float32, cpu)
-        folder = page_model_folder(MODELS)
-        self._processor = AutoProcessor.from_pretrained(folder)
-        self._tokenizer = self._processor.tokenizer
-        self._model = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self._vocabulary, self._write = load_vocabulary(folder), TextWriter(self._tokenizer)
-        layers = self._model.model.language_model.layers
-        self._numbers = {layer.self_attn: number for number, layer in enumerate(layers)}
+        super().__init__()
+        self._write = TextWriter(self.tokenizer)
+        self._look: Callable[[Tensor], None] = lambda attention: None
 
     @torch.inference_mode()
     def measure(self, question: Any, statistics: Mapping[str, Statistic]) -> dict[str, Prompted]:
         """Return what the statistics say of a question's prompt."""
-        example = question.example(self._vocabulary) if isinstance(question, PageQuestion) else None
+        example = question.example(self.vocabulary) if isinstance(question, PageQuestion) else None
         asked = example.asked if example else self._write(question)
         messages = example.messages() if example else [{"role": "user", "content": asked.message}]
-        text = turns(self._tokenizer, messages) + asked.start
-        answer = self._tokenizer.encode(f" {asked.answer}", add_special_tokens=False)
-        inputs: dict[str, Any]
+        text = turns(self.tokenizer, messages) + asked.start
+        answer = self.tokenizer.encode(f" {asked.answer}", add_special_tokens=False)
+        given: dict[str, Any] = {"text": text, "return_tensors": "pt"}
         if example:
-            inputs = dict(
-                self._processor(text=text, images=list(example.pages), return_tensors="pt")
-            )
+            inputs = dict(self.processor(**given, images=list(example.pages)))
         else:
-            inputs = dict(self._tokenizer(text, add_special_tokens=False, return_tensors="pt"))
+            inputs = dict(self.tokenizer(**given, add_special_tokens=False))
         ids = torch.cat((inputs["input_ids"], torch.tensor([answer])), dim=1)
         inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         reading = Reading(
             ids.shape[1] - len(answer),
-            ids[0] == self._model.config.image_token_id,
+            ids[0] == self.model.config.image_token_id,
             self._sentence(text, asked.answer, ids.shape[1]) if not example else torch.empty(0),
             torch.empty(0),
         )
@@ -510,8 +501,9 @@ class AttentionReader:
             for name, each in statistics.items():
                 found[name].append(each.of_layer(attention, reading))
 
-        with self._attending(look), self._gated(betas):
-            self._model(**inputs, logits_to_keep=1)
+        self._look = look
+        with self.attending(), self._gated(betas):
+            self.model(**inputs, logits_to_keep=1)
         if betas:
             reading = replace(reading, log_betas=torch.stack(betas))
         return {
@@ -526,39 +518,17 @@ class AttentionReader:
         """Return the tokens of the sentence that tells the answer, bool `[n]`."""
         place = text.index(f"{answer}.")
         start, end = text.rindex(". ", 0, place) + 2, place + len(answer)
-        given = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        given = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = given["offset_mapping"]
         inside = [number for number, (low, high) in enumerate(spans) if low < end and high > start]
         return torch.zeros(length, dtype=torch.bool).index_fill(0, torch.tensor(inside), True)
 
-    @contextmanager
-    def _attending(self, look: Callable[[Tensor], None]) -> Iterator[None]:
-        """Let the model compute its attention here, and show each layer's."""
-
-        def attend(
-            module: torch.nn.Module,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attention_mask: Tensor | None,
-            scaling: float,
-            **_: Any,
-        ) -> tuple[Tensor, None]:
-            group = query.shape[1] // key.shape[1]
-            logits = query @ key.repeat_interleave(group, dim=1).transpose(2, 3) * scaling
-            if attention_mask is not None:
-                logits += attention_mask
-            weights = logits.softmax(-1)
-            if module in self._numbers:
-                look(weights[0])
-            output = weights @ value.repeat_interleave(group, dim=1)
-            return output.transpose(1, 2).contiguous(), None
-
-        ALL_ATTENTION_FUNCTIONS["eager"] = attend
-        try:
-            yield
-        finally:
-            del ALL_ATTENTION_FUNCTIONS["eager"]
+    def attend(
+        self, layer: int, query: Tensor, logits: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        weights = logits.softmax(-1)
+        self._look(weights.flatten(0, 1))
+        return weights @ value
 
     @contextmanager
     def _gated(self, found: list[Tensor]) -> Iterator[None]:
@@ -566,14 +536,14 @@ class AttentionReader:
 
         def read(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            gate = self._gates[self._numbers[module]]
+            gate = self._gates[self.numbers[module]]
             *inner, (weight, bias) = gate.linears
             hidden = hidden[0]
             for w, b in inner:
                 hidden = ACTIVATIONS[gate.activation](hidden @ w.T + b)
             found.append(torch.nn.functional.logsigmoid(hidden.float() @ weight.T + bias).T)
 
-        modules = self._numbers if self._gates else ()
+        modules = self.numbers if self._gates else ()
         handles = [each.register_forward_pre_hook(read, with_kwargs=True) for each in modules]
         try:
             yield

@@ -60,9 +60,8 @@ class Field:
         facts = [asdict(self.settings), versions(self.packages), python, prose]
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
         plugin = (p for folder in ("vllm_tgvkv", "kernels") for p in (ROOT / folder).rglob("*.py"))
-        mine = [
-            Path(__file__).with_name(f"{name}.py") for name in ("ablations", "engine", "states")
-        ]
+        names = ("ablations", "eager", "engine", "states")
+        mine = [Path(__file__).with_name(f"{name}.py") for name in names]
         for path in sorted({*plugin, *mine, *self.sources}):
             digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
         return digest.hexdigest()[:12]

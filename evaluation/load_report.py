@@ -25,10 +25,10 @@ COUNTED = {
 INTRODUCTION = """\
 # What is answered, and how fast, under load
 
-Right answers, throughput, time to first token and preemptions while more requests are in flight
-than the pool holds with their full caches. SmolLM2-135M-Instruct with real weights, alone and
-behind [the tower that reads pages](../../page_model.md), is served by `vllm serve` and asked over
-HTTP. **It says how the arms compare for this small model on two CPU cores; measure yours.**"""
+While more requests are in flight than the pool holds with their full caches. SmolLM2-135M-Instruct
+with real weights, alone and behind [the tower that reads pages](../../page_model.md), is served by
+`vllm serve` and asked over HTTP. **It says how the arms compare for this small model on two CPU
+cores; measure yours.**"""
 
 READING = f"""\
 - **Load** is the number of requests in flight, divided by the {HELD} whole requests, prompt and
@@ -41,10 +41,8 @@ READING = f"""\
   load. In batches of other sizes rounding differs: stock's own rows say how much that changes.
 - **Tokens/s** count prompts and answers until the last question is asked: until then all
   places are taken. **Tokens/CPU s** are all tokens over the processor time of the server's
-  processes, which other programs of the machine disturb less. Each is followed by its quotient to
-  stock at the same load.
-- The servers of all arms are alive together and asked in turn, load by load, in an order that
-  rotates, so that drift of the machine reaches all alike."""
+  processes. Each is followed by its quotient to stock at the same load.
+- The servers of all arms are alive together and asked in turn, in an order that rotates."""
 
 
 def write_load_report(results: Mapping[str, LoadResult], folder: Path) -> None:

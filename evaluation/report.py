@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from evaluation.arms import MIXES
 from evaluation.field import Field
 from evaluation.plots import draw
 from evaluation.results import FILE, Cell, Comparison, PartResult
 from measure.document import (
     Block,
-    Code,
     Heading,
     Items,
     Plot,
@@ -21,13 +19,18 @@ from measure.document import (
     percent,
     write_markdown,
 )
-from measure.statistics import LEVEL, Estimate, wilson
+from measure.statistics import LEVEL
+from vllm_tgvkv.judge.statistics import Estimate, wilson
 
 
 def write_report(field: Field, results: Mapping[str, PartResult], folder: Path) -> None:
     """Write `README.md`, and a picture for each part that has one."""
     folder.mkdir(parents=True, exist_ok=True)
-    reading = "[How to read the figures](../README.md#how-to-read-the-figures)."
+    reading = (
+        "[How to read the figures](../README.md#how-to-read-the-figures). Arms that are no "
+        "method's name are entries of the setting `methods`: `MIXES` in "
+        "[evaluation/arms.py](../../../evaluation/arms.py)."
+    )
     blocks: list[Block] = [Text(field.introduction), Text(reading)]
     for name, result in results.items():
         part = field.parts[name]
@@ -36,7 +39,6 @@ def write_report(field: Field, results: Mapping[str, PartResult], folder: Path) 
             draw(result, folder / f"{name}.png")
             blocks.append(Plot(f"{name}.png", f"{part.title}: right answers by budget"))
         blocks += _part(result)
-    blocks += [Heading("Mixes"), *_mixes(results.values())]
     blocks += [Heading("How it was made"), *_circumstances(field, results)]
     write_markdown(blocks, folder)
 
@@ -74,9 +76,10 @@ def _part(result: PartResult) -> Iterator[Block]:
 
 
 def _cells_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
-    """Return a row for each arm and budget, with a column for each task and one for all."""
+    """Return a row for each arm and budget, with a column for all tasks and each of several."""
     rows = []
     has_drafts = any(cell.tokens_per_step for cell in cells)
+    columns = letters if len(letters) > 1 else {}
     for label, budget in dict.fromkeys((cell.label, cell.budget) for cell in cells):
         mine = {c.task: c for c in cells if (c.label, c.budget) == (label, budget)}
         questions = sum(cell.questions for cell in mine.values())
@@ -91,7 +94,7 @@ def _cells_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
                 percent(budget),
                 percent(_mean(held)),
                 percent(_mean(decoding)) if is_recorded else "",
-                *(f"{mine[t].num_right}/{mine[t].questions}" if t in mine else "" for t in letters),
+                *(f"{mine[t].num_right}/{mine[t].questions}" if t in mine else "" for t in columns),
                 f"{num_right}/{questions}: {wilson(num_right, questions)}",
                 f"{100 * _mean(before):.0f} %",
             ]
@@ -99,7 +102,7 @@ def _cells_table(cells: Sequence[Cell], letters: Mapping[str, str]) -> Table:
         if has_drafts:
             steps = (mine[t].tokens_per_step if t in mine else None for t in letters)
             rows[-1] += ["" if each is None else _with_interval(each) for each in steps]
-    header = ["arm", "budget", "held", "decoding", *letters.values(), "all", "before a mistake"]
+    header = ["arm", "budget", "held", "decoding", *columns.values(), "all", "before a mistake"]
     header += [f"tokens a step, {letter}" for letter in letters.values() if has_drafts]
     return Table(header, rows)
 
@@ -159,13 +162,6 @@ def _comparison_table(claims: Sequence[Comparison]) -> Table:
 
 def _points(points: Estimate) -> str:
     return f"{100 * points.mean:+.0f} [{100 * points.low:+.0f}, {100 * points.high:+.0f}]"
-
-
-def _mixes(results: Iterable[PartResult]) -> Iterator[Block]:
-    labels = (cell.label.partition(",")[0] for result in results for cell in result.cells)
-    named = {label: MIXES[label] for label in dict.fromkeys(labels) if label in MIXES}
-    yield Text("Arms that are no method's name are these entries of the setting `methods`:")
-    yield Code("\n".join(f"{label}: {mix}" for label, mix in named.items()))
 
 
 def _circumstances(field: Field, results: Mapping[str, PartResult]) -> Iterator[Block]:

@@ -15,8 +15,9 @@ from evaluation.answers import Answer, AnswerLog
 from evaluation.arms import FULL, Arm
 from evaluation.memory import mean_held, planned_cuts
 from evaluation.parts import Part, Task
-from measure.statistics import Estimate, bootstrap, holm, mcnemar, wilson
+from measure.statistics import bootstrap, holm
 from measure.text_tasks import split_of
+from vllm_tgvkv.judge.statistics import Estimate, mcnemar, wilson
 
 FILE = "results.json"
 ALL_TASKS = "all tasks"
@@ -232,9 +233,9 @@ def read_part(part: dict[str, Any]) -> PartResult:
     """Return a part as the file has it."""
     return PartResult(
         part["facts"],
-        [TaskResult(**_estimates(task)) for task in part["tasks"]],
-        [Cell(**_estimates(cell)) for cell in part["cells"]],
-        [Comparison(**_estimates(claim)) for claim in part["comparisons"]],
+        [TaskResult(**estimates(task)) for task in part["tasks"]],
+        [Cell(**estimates(cell)) for cell in part["cells"]],
+        [Comparison(**estimates(claim)) for claim in part["comparisons"]],
     )
 
 
@@ -284,5 +285,6 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def _estimates(item: dict[str, Any]) -> dict[str, Any]:
+def estimates(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of a file with its lists of three as estimates."""
     return {n: Estimate(*value) if isinstance(value, list) else value for n, value in item.items()}

@@ -13,21 +13,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import DynamicCache
 
 from evaluation.answers import Answer
 from evaluation.arms import FULL, Arm, identity
-from evaluation.engine import MODELS, SPARE_TOKENS, Settings, turns
+from evaluation.eager import EagerModel
+from evaluation.engine import SPARE_TOKENS, Settings, turns
 from measure.text_tasks import TextExample
-from reader.assemble import load_vocabulary, page_model_folder
 from reader.layout import GRID
 from reader.tasks import PageQuestion
 from vllm_tgvkv.shared.budget import Budget
@@ -246,7 +244,7 @@ class Prefill:
     seen: Seen
 
 
-class StateEngine:
+class StateEngine(EagerModel):
     """The page model in transformers, which answers for arms of `State` and the full cache."""
 
     def __init__(self, settings: Settings, arms: Sequence[Arm]) -> None:
@@ -255,16 +253,8 @@ class StateEngine:
         Raises:
             WeightsMissingError: if the package with the language model is not installed.
         """
-        folder = page_model_folder(MODELS)
+        super().__init__()
         self.block_size = settings.block_size
-        self.processor = AutoProcessor.from_pretrained(folder)
-        self.tokenizer = self.processor.tokenizer
-        self.model = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self._vocabulary = load_vocabulary(folder)
-        layers = self.model.model.language_model.layers
-        self._numbers = {layer.self_attn: number for number, layer in enumerate(layers)}
         self._prefill = lru_cache(maxsize=16)(self._read)  # the full cache is asked by itself
         self._drafts: dict[PageQuestion, list[int]] = {}
         self._recorded: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -279,7 +269,7 @@ class StateEngine:
     @torch.inference_mode()
     def answers(self, work: Sequence[tuple[PageQuestion, Arm]]) -> Iterator[Answer]:
         """Yield the answers in order."""
-        with self._attending():
+        with self.attending():
             for question, arm in work:
                 yield self._answer(question, arm)
 
@@ -342,7 +332,7 @@ class StateEngine:
         return said
 
     def _read(self, question: PageQuestion) -> Prefill:
-        example = question.example(self._vocabulary)
+        example = question.example(self.vocabulary)
         text = turns(self.tokenizer, example.messages()) + example.asked.start
         inputs = self.processor(text=text, images=list(example.pages), return_tensors="pt")
         ids = inputs["input_ids"][0]
@@ -359,41 +349,19 @@ class StateEngine:
         seen = Seen(torch.stack(means), of_layers)
         return Prefill(example.asked, len(ids), logits, cache, starts, seen)
 
-    @contextmanager
-    def _attending(self) -> Iterator[None]:
-        """Let the model call `_attend` in place of its own eager attention."""
-        ALL_ATTENTION_FUNCTIONS["eager"] = self._attend
-        try:
-            yield
-        finally:
-            del ALL_ATTENTION_FUNCTIONS["eager"]
-
-    def _attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+    def attend(
+        self, layer: int, query: Tensor, logits: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
         """Attend to what the cut leaves; in a prefill, record what the rows that vote see."""
-        layer = self._numbers.get(module)
-        query = query[0].unflatten(0, (key.shape[1], -1))
-        logits = query @ key[0].unsqueeze(1).transpose(2, 3) * scaling
-        if attention_mask is not None:
-            logits += attention_mask[0]
-        cut = self._cut if layer is not None else None
-        if cut is not None and layer is not None:
-            kept = cut.kept[layer]
+        if self._cut is not None:
+            kept = self._cut.kept[layer]
             logits[..., : kept.shape[-1]].masked_fill_(~kept[:, None, None], -math.inf)
         weights = logits.softmax(-1)
-        output = weights @ value[0].unsqueeze(1)
-        if layer is not None and self._voters is not None:
+        output = weights @ value
+        if self._voters is not None:
             rows = weights[:, :, self._voters]
             self._recorded.append(seen_by(rows, self._voters, self._is_vision))
-        if cut is not None and layer is not None and cut.state.weight:
+        if self._cut is not None and self._cut.state.weight:
             mass = logits.logsumexp(-1, keepdim=True)
-            output = cut.read(layer, query, output, mass, scaling)
-        return output.flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous(), None
+            output = self._cut.read(layer, query, output, mass, scale)
+        return output

@@ -27,7 +27,7 @@ from loadtests.verdict import (
     undecided,
 )
 from measure.document import Block, Code, Heading, Items, Plot, Table, Text, write
-from measure.statistics import Estimate
+from vllm_tgvkv.judge.statistics import Estimate
 
 PLOT = "watched.svg"
 TRAFFIC = (

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from measure.samples import Sample
-from measure.statistics import CONFIDENCE_Z, RESAMPLES, SEED, Estimate
+from measure.statistics import RESAMPLES, SEED
+from vllm_tgvkv.judge.statistics import CONFIDENCE_Z, Estimate
 
 FILE = "results.json"
 STRETCHES = 20

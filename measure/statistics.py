@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals of shares and differences, tests of paired answers, and their correction."""
+"""Intervals of differences, and the correction of several tests; more in `judge.statistics`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_tgvkv.judge.statistics import CONFIDENCE_Z, Estimate, mcnemar, wilson
-
-__all__ = (
-    "CONFIDENCE_Z",
-    "LEVEL",
-    "RESAMPLES",
-    "SEED",
-    "Estimate",
-    "bootstrap",
-    "holm",
-    "mcnemar",
-    "wilson",
-)
+from vllm_tgvkv.judge.statistics import Estimate
 
 LEVEL = 0.05
 """Corrected p-values below this support a claim."""

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle.gates import log_betas, predicted
 from oracle.methods import METHODS
@@ -92,6 +93,22 @@ def assert_says(message: str, text: str) -> None:
         found = message.find(part, end)
         assert found >= 0, f"{part!r} is missing, or comes too early, in: {message}"
         end = found + len(part)
+
+
+class Launches(TorchDispatchMode):
+    """Names of PyTorch operations that launch a kernel: all but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 class NoKernel:

@@ -331,17 +331,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     from vllm.platforms import current_platform
 
-    from vllm_tgvkv.engine.compatibility import refused_properties
-    from vllm_tgvkv.shared.layer_types import has_delta_nets, has_windows
+    from vllm_tgvkv.engine.compatibility import refused_drafts, refused_properties
 
     model = vllm_config.model_config
     refusals = refused_properties(model)
     if draft is not None:
-        refusals += [f"a draft model with {what}" for what in refused_properties(draft, "draft")]
+        refusals += refused_drafts(draft)
         if any(not kind.is_evicted and kind.name != DRAFTS for kind in kinds):
             refusals.append("drafts of a model whose layers have windows or states")
-        if has_windows(draft.hf_text_config) or has_delta_nets(draft):
-            refusals.append("a draft model whose layers have windows or states")
     result = gain(kinds, options.prompt, options.answer, budget, block_size)
     if options.json:
         layers = [asdict(kind) | {"is_evicted": kind.is_evicted} for kind in kinds]

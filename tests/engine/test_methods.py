@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.exceptions import VLLMValidationError
 
 from oracle import methods
 from oracle.emulation import Eviction, Oracle, Prompt, Selection
@@ -329,19 +328,6 @@ def test_methods_that_need_vision(running: SteppedEngine, cases: Cases, method: 
     assert report["skip_reason"] == "method_needs_vision"
     prompt = cases.oracle.prompt(ask.text)
     assert list(output.outputs[0].token_ids) == cases.oracle.generate(prompt, ask.max_tokens)
-
-
-@pytest.mark.parametrize(
-    "xargs",
-    [
-        {"kv_eviction": "random", "kv_eviction_budget": "auto:0.9"},
-        {"kv_eviction": "streaming", "kv_eviction_budget": "auto:0.9"},
-        {"kv_eviction": "no such mix"},
-    ],
-)
-def test_meaningless_options_are_refused(running: SteppedEngine, xargs: dict[str, Any]) -> None:
-    with pytest.raises(VLLMValidationError, match=r"'(random|streaming|no such mix)'"):
-        running.add(Ask(random_text(1, 150), max_tokens=2, xargs=xargs))
 
 
 def test_everything_kept_is_whole_and_an_abort_between_chunks_leaves_nothing(

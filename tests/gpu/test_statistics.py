@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from oracle.attention import attention_probabilities
 from oracle.statistics import SharedSet, shared_sets
-from tests.inputs import Layers, make_layers, observe_ragged, random_sinks
+from tests.inputs import Launches, Layers, make_layers, observe_ragged, random_sinks
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.row_chunks import TorchAttention, observe_logits
 from vllm_tgvkv.kernels.row_sums import RowSums
@@ -587,22 +587,6 @@ def test_wrong_arguments_are_named() -> None:
             observe(**{**make(20, 4, "cpu"), **change})
 
 
-class Operations(TorchDispatchMode):
-    """Names of PyTorch operations that would launch a kernel: all but views and allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        allocates = function.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty)
-        if not function.is_view and not allocates:
-            self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 @pytest.mark.parametrize("per_head", [True, False])
 def test_the_number_of_launches_does_not_grow_with_the_layers(
@@ -621,7 +605,7 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(
     def scored(layers: slice) -> tuple[list[Tensor], int]:
         """Return scores and strengths of some layers at once, and the number of launches."""
         triton_launches.clear()
-        with Operations() as operations:
+        with Launches() as operations:
             attention = observe_ragged(
                 **of_layers(arguments, layers, heads),
                 statistics=policy.statistics("text"),

@@ -195,7 +195,6 @@ def refusal(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], 
 BUDGET, CONFIG = f"{TGV} --kv-eviction-budget", f"{TGV} --kv-eviction-config"
 MINE2 = "--kv-eviction is 'mine2': did you mean mine?"
 MINE = inline(methods={"mine": {}})
-SINGLE = inline(methods={"mine": {"base": "adakv", "granularity": "layer"}})
 
 
 @pytest.mark.parametrize(
@@ -204,9 +203,6 @@ SINGLE = inline(methods={"mine": {"base": "adakv", "granularity": "layer"}})
         (f"{BUDGET} auto:2", ["--kv-eviction-budget", "'auto:2'", "auto:0.98"]),
         (f"{BUDGET} 0", ["--kv-eviction-budget", "'0'", "0 < budget <= 1"]),
         (f"{BUDGET}=-1", ["--kv-eviction-budget", "'-1'", "tokens per KV head"]),
-        (f"{BUDGET} 1.5", ["--kv-eviction-budget", "'1.5'", "0 < budget <= 1"]),
-        (f"{BUDGET} lots", ["--kv-eviction-budget", "'lots'", "such as 512"]),
-        (f"{BUDGET} nan", ["--kv-eviction-budget", "'nan'", "such as 512"]),
         (f"{CONFIG} /nowhere/e.yaml", ["--kv-eviction-config", "/nowhere/e.yaml", "YAML or JSON"]),
         (f"{CONFIG} '{{sinks: 8'", ["--kv-eviction-config", "{sinks: 8", "not valid"]),
         (
@@ -222,7 +218,6 @@ SINGLE = inline(methods={"mine": {"base": "adakv", "granularity": "layer"}})
             "--kv-eviction snapkb",
             ["--kv-eviction is 'snapkb': did you mean snapkv? Choose one of none, tgv"],
         ),
-        ("--kv-eviction zzz", ["--kv-eviction is 'zzz': choose one of none, tgv"]),
         (f"--kv-eviction mine2 {MINE}", [MINE2]),
         (f"{MINE} --kv-eviction mine2", [MINE2]),
         ("--kv-eviction-budget 0.2", ["--kv-eviction-budget", "--kv-eviction reach"]),
@@ -234,10 +229,6 @@ SINGLE = inline(methods={"mine": {"base": "adakv", "granularity": "layer"}})
         (
             "--kv-eviction random --kv-eviction-budget auto:0.9",
             ["auto", "--kv-eviction 'random'", "another method"],
-        ),
-        (
-            f"{SINGLE} --kv-eviction mine",
-            ["'mine'", "no meaning", "choose head"],
         ),
         (
             f"{inline(granularity='head')} {TGV}",

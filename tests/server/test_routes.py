@@ -208,38 +208,6 @@ def test_a_question_may_have_its_own_later_cuts(client: httpx.Client) -> None:
     assert (once["decode"], len(once["cuts"])) == (None, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"schedule": "8:0.1,32:0.3"}, ["schedule is '8:0.1,32:0.3'", "ever smaller fractions"]),
-        ({"schedule": "9000:0.1"}, ["the first wait of", "schedule is 9000", "at most 800"]),
-        ({"schedule": "8:0.3", "budget": 0.2}, ["budget is 0.2", "leave one of them out"]),
-        (
-            {"schedule": "8:0.3", "max_tokens": 512},
-            ["max_tokens is 512", "either a schedule or a ceiling"],
-        ),
-        (
-            {"max_tokens": BLOCK_SIZE - 1},
-            [f"max_tokens is {BLOCK_SIZE - 1}", f"at least {BLOCK_SIZE}"],
-        ),
-        ({"buffer": 64}, ["vllm_xargs has kv_eviction_buffer, which was removed: remove it"]),
-        (
-            {"max_tokens": 512, "": "elastic"},
-            ["vllm_xargs.kv_eviction is 'elastic'", 'kv_eviction_max_tokens: "none"'],
-        ),
-        ({"max_tokens": 512, "budget": "auto:0.9"}, ["budget auto", "give a fraction"]),
-    ],
-    ids=str,
-)
-def test_wrong_schedules_and_ceilings_are_http_400(
-    server: ChatServer, options: dict[str, Any], parts: list[str]
-) -> None:
-    xargs = {f"kv_eviction_{key}".rstrip("_"): value for key, value in options.items()}
-    with pytest.raises(openai.BadRequestError) as caught:
-        server.ask(xargs)
-    assert all(part in caught.value.body["message"] for part in parts), caught.value.body
-
-
 IMAGE = png_url(random_image(0, 112, 84))
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -48,13 +49,13 @@ from evaluation.parts import Cells, Part
 from evaluation.report import write_report
 from evaluation.states import Cut, State
 from measure import smollm
-from measure.statistics import Estimate, mcnemar
 from measure.text_tasks import FRESH, TRAINING, TextExample, TextQuestion, TextTask
 from oracle import states as definition
 from oracle.methods import Image, Layout
 from reader.tasks import PageQuestion
 from tests.inputs import write_gates
 from vllm_tgvkv.config.server import EvictionConfig
+from vllm_tgvkv.judge.statistics import Estimate, mcnemar
 from vllm_tgvkv.kernels.sketch import sketch_bytes
 from vllm_tgvkv.kernels.statistics import Scratch
 from vllm_tgvkv.policies.base import LayerView, Policy, Prompt
@@ -406,14 +407,6 @@ def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert (numbers["dilution"].prompts, found["hits"].numbers[0].prompts) == (6, 1)
 
 
-def test_the_published_page_of_papers_follows_from_its_results(tmp_path: Path) -> None:
-    folder = program.DOCS / program.PAPERS
-    write_papers_report(results.read(folder, papers.read_result), tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    assert page == (folder / "README.md").read_text()
-    assert all(f"{name}.png" in page for name in papers.EXPERIMENTS)
-
-
 # -- answers that are forced ----------------------------------------------------------------
 
 
@@ -691,16 +684,27 @@ def test_the_page_has_what_was_measured(log: AnswerLog, tmp_path: Path) -> None:
     page = (tmp_path / "README.md").read_text()
     assert "test questions, 2026-01-02, revision `abc1234`" in page
     assert "right with the full cache: 16 of 24" in page
-    assert "| `snapkv` | 10 % | 12.5 % |  | 8/16 | 8/16: 50 % [28, 72] | 75 % |" in page
+    assert "| `snapkv` | 10 % | 12.5 % |  | 8/16: 50 % [28, 72] | 75 % |" in page
     assert "| `snapkv@0.1` | `adakv@0.1` | 16 | +50 [+25, +75] | 8:0 | 0.0078 |" in page
     assert (tmp_path / "tiny.png").stat().st_size > 5000
 
 
-@of_each_field
-def test_published_pages_follow_from_their_results(field: Field, tmp_path: Path) -> None:
-    folder = program.DOCS / field.name
-    write_report(field, results.read(folder, results.read_part), tmp_path)
+@pytest.mark.parametrize(
+    ("name", "write", "part"),
+    [
+        ("text", partial(write_report, texts.FIELD), results.read_part),
+        ("pages", partial(write_report, pages.FIELD), results.read_part),
+        (program.LOAD, write_load_report, read_points),
+        (program.PAPERS, write_papers_report, papers.read_result),
+    ],
+)
+def test_published_pages_follow_from_their_results(
+    name: str, write: Any, part: Any, tmp_path: Path
+) -> None:
+    folder = program.DOCS / name
+    write(results.read(folder, part), tmp_path)
     assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
+    assert {path.name for path in tmp_path.glob("*.png")} == {p.name for p in folder.glob("*.png")}
 
 
 # -- load -----------------------------------------------------------------------------------
@@ -761,12 +765,6 @@ def test_the_page_of_load_has_what_was_measured(tmp_path: Path) -> None:
     assert "| 0.5 | always | 5 |  |  | 5/102 | 50 % | 50 % | 30.0 | 99 |" in page
     assert "| 0.5 | always | 2 | 300 | 1.50 | 100 | 1.00 | 0.50 | 1.2 s | 2.5 s | 3 |" in page
     assert (tmp_path / "load.png").stat().st_size > 5000
-
-
-def test_the_published_page_of_load_follows_from_its_results(tmp_path: Path) -> None:
-    folder = program.DOCS / program.LOAD
-    write_load_report(results.read(folder, read_points), tmp_path)
-    assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
 
 
 def test_clients_keep_as_many_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ pytestmark = pytest.mark.apparatus
 
 PAGE = (ROOT / "docs/models.md").read_text()
 ROWS = [
-    (line.split("`")[1], section.split("\n", 1)[0], re.split(r" *\| *", line.strip("|").strip()))
+    (name, section.split("\n", 1)[0], re.split(r" *\| *", line.strip("|").strip()))
     for section in PAGE.split("\n## ")[1:]
     for line in section.splitlines()
-    if line.startswith("| `")
+    if line.startswith("| ")
+    for name in re.findall("`([^`]+)`", line)[: 1 if line.startswith("| `") else None]
 ]
-"""Each architecture, its section and its cells."""
+"""Each architecture, its section and the cells of its row."""
 
 
 def test_every_architecture_has_one_row_and_the_tested_ones_are_served() -> None:

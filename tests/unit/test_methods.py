@@ -389,7 +389,8 @@ def test_scores(score: str, granularity: str, rows: str | None) -> None:
                 noise = 1 + 1e-5 * torch.randn(inputs.attention.shape)
                 return wanted(inputs.attention * noise, inputs.states.noisy(1e-5))
 
-            return all(torch.allclose(changed(), scores, rtol=5e-4) for _ in range(4))
+            # Five times what is allowed below: R-KV's scores are differences, some near 0.
+            return all(torch.allclose(changed(), scores, 5e-4, 5e-6) for _ in range(4))
 
         inputs = draw(where, is_clear)
         seen = look(policy_of(mix), inputs, where, settings)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oracle import methods
 from oracle.attention import attention_probabilities
 from oracle.methods import Image, Layout, Pool, Settings
+from tests.inputs import Launches
 from tests.unit.test_methods import (
     BLOCK_SIZE,
     GROUP,
@@ -105,21 +106,6 @@ def test_pooling_is_as_defined(layout: Layout, pooling: Pooling, sinks: int) -> 
     torch.testing.assert_close(pooled, expected.float())
 
 
-def test_pooling_forward_by_hand() -> None:
-    """One high score in the first of two rows of 3 patches reaches the next row, and no text."""
-    scores = torch.tensor([[0.0, 0, 0, 5, 0, 0, 0, 0, 7]])
-    image = (VisionSpan(1, 6, (2, 3)),)
-    for pooling, wanted in (
-        (Pooling("grid", forward=2), [0, 0, 0, 5, 5, 5, 0, 0, 7]),
-        (Pooling("grid", forward=9, back=1), [0, 0, 5, 5, 5, 5, 5, 0, 7]),
-        (Pooling("sequence", forward=1, back=1), [0, 0, 5, 5, 5, 0, 0, 7, 7]),
-        (Pooling("sequence", forward=3, halve=1), [0, 0, 0, 5, 2.5, 1.25, 0.625, 0, 7]),
-    ):
-        assert pool(scores, image, pooling)[0].tolist() == wanted
-    sinks = pool(torch.tensor([[9.0, 8, 0, 1, 0, 0]]), (), Pooling("sequence", forward=2), 2)
-    assert sinks.tolist() == [[9, 9, 0, 1, 1, 1]]  # sinks count for no other token
-
-
 def test_pooling_of_scores_that_serve_a_few_tokens() -> None:
     far, kernel = Pooling("sequence", forward=256, back=1, halve=64), Pooling("grid", 5)
     assert far.serving(6) == Pooling("sequence", forward=12, back=1, halve=6)
@@ -132,24 +118,6 @@ def pool(
     scores: torch.Tensor, images: tuple[VisionSpan, ...], pooling: Pooling, sinks: int = 0
 ) -> torch.Tensor:
     return Pooler(pooling, scores.shape[1], images, scores.device, sinks)(scores)
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations, all but those that only describe a tensor."""
-
-    VIEWS = frozenset({"view", "slice", "select", "_unsafe_view", "detach", "alias", "unsqueeze"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        name = func.overloadpacket.__name__
-        if name not in self.VIEWS:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,19 @@ def check_vllm_config(vllm_config: VllmConfig, platform: Platform) -> None:
         config.gates.check_model(layers, model.get_hidden_size(), kv_heads)
 
 
-def refused_properties(model: ModelConfig, runner: str = "generate") -> list[str]:
+def refused_properties(model: ModelConfig) -> list[str]:
     """Return everything for which a model is refused, as messages name it."""
-    return [what for is_refused, what, _ in _model_refusals(model, runner) if is_refused]
+    return [what for is_refused, what, _ in _model_refusals(model, "generate") if is_refused]
+
+
+def refused_drafts(model: ModelConfig) -> list[str]:
+    """Return the same for a draft model."""
+    found = [
+        f"with {what}" for is_refused, what, _ in _model_refusals(model, "draft") if is_refused
+    ]
+    if has_windows(model.hf_text_config) or has_delta_nets(model):
+        found.append("whose layers have windows or states")
+    return [f"a draft model {what}" for what in found]
 
 
 def clear_nominal_window(vllm_config: VllmConfig) -> None:
@@ -483,15 +493,10 @@ def _draft_model_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[
     model, dtype = speculative.draft_model_config, _cache_dtype(vllm_config)
     backend, kind = speculative.attention_backend, speculative.kv_cache_dtype
     other = f"use another draft model, {(remove := 'remove --speculative-config')}"
-    is_mixed = has_windows(model.hf_text_config) or has_delta_nets(model)
     sees_images = vllm_config.model_config.is_multimodal_model and model.is_multimodal_model
     quantisation = Config.get_quantization_config(model, vllm_config.load_config)
     return (
-        *(
-            (is_refused, f"a draft model with {what}", other)
-            for is_refused, what, _ in _model_refusals(model, "draft")
-        ),
-        (is_mixed, "a draft model whose layers have windows or states", other),
+        *((True, what, other) for what in refused_drafts(model)),
         (
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
             "one kind of blocks for all layers (--disable-hybrid-kv-cache-manager) and a draft "

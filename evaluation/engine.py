@@ -175,7 +175,8 @@ class LanguageEngine(LocalEngine):
                 seed=settings.seed,
                 enable_prefix_caching=True,
                 kv_cache_memory_bytes=settings.cache_gib << 30,
-                logits_processors=[Forced],
+                # vLLM has none beside drafts, so no answer is forced there.
+                logits_processors=[] if drafts else [Forced],
                 **options,
             )
         self._tokenizer = self.llm.get_tokenizer()

@@ -112,7 +112,13 @@ def _loses(text: str, printed: str, mix: str) -> Claim:
 
 
 def _gated(name: str, budget: float) -> Arm:
-    return arm(name, budget, GATES)
+    return arm(name, budget, texts.FOLDERS[name.partition("_")[0]])
+
+
+_HALF_AND_FIFTH = (0.5, 0.2)
+_GATED, _BELOW = (
+    tuple(_gated(name, budget) for budget in _HALF_AND_FIFTH) for name in ("dbtrimkv", "trimkv")
+)
 
 
 def _state(**options: Any) -> Arm:
@@ -232,13 +238,14 @@ EXPERIMENTS = {
     ),
     "lengths": Experiment(
         "DBTrimKV: figure 1, answers by length",
-        "One of four numbers; all questions count. TrimKV, its third line, was not trained.",
+        "One of four numbers; all questions count. Each with gates of its own training.",
         [
-            Claim(f"{percent(budget)} above the full cache", "", (_gated("dbtrimkv", budget), FULL))
-            for budget in (0.5, 0.2)
+            Claim(f"{percent(budget)} above {name}", "", (each, other))
+            for budget, each, below in zip(_HALF_AND_FIFTH, _GATED, _BELOW, strict=True)
+            for name, other in (("the full cache", FULL), ("TrimKV", below))
         ],
         texts.FIELD,
-        (Cells(LENGTHS, (_gated("dbtrimkv", 0.5), _gated("dbtrimkv", 0.2)), 16),),
+        (Cells(LENGTHS, (*_GATED, *_BELOW), 16),),
         counts_all=True,
     ),
     "survival": Experiment(

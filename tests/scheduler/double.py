@@ -214,7 +214,11 @@ def make_scheduler(setup: Setup) -> Scheduler:
         groups.append(KVCacheGroupSpec(["layer.2", "layer.3"], sliding))
     state_class = MambaSpec if setup.eviction is None else StateSpec
     state = state_class(
-        block_size=state_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode=mode
+        block_size=state_size,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=setup.lookahead,
     )
     groups += [KVCacheGroupSpec([f"state.{i}"], state) for i in range(setup.states)]
     adjusted = AdjustedConfig.from_mapping(setup.eviction or {})

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hybrid's scheduler: some groups of layers have a state for each request, in the same pool.
 
-With prefix caching, the state at the end of a chunk is cached if a block ends there. Each step
+With prefix caching, the state at the end of a chunk is cached if a block ends there. With a draft
+model, requests have blocks for the states after drafts. Each step
 starts from the state of the last one, or from a cached one, and `WorkerDouble` checks whose it is.
 """
 
@@ -27,12 +28,12 @@ def with_states(workload: Workload, seed: int) -> Workload:
     """
     rng, setup = random.Random(f"states of {seed}"), workload.setup
     num_groups, num_steps = rng.choice((1, 3)), 2 if setup.ahead else 1
-    most = num_groups * (1 + setup.prefix_caching * num_steps)
+    most = num_groups * (1 + setup.lookahead + setup.prefix_caching * num_steps)
+    sparse = 2 * setup.block_size * max(setup.drafts, 1)
     setup = replace(
         setup,
         states=num_groups,
-        drafts=0,
-        retention=rng.choice((0, None, 2 * setup.block_size)) if setup.prefix_caching else None,
+        retention=rng.choice((0, None, sparse)) if setup.prefix_caching else None,
         num_blocks=setup.num_blocks + most,
     )
     jobs: list[Job] = []

@@ -91,7 +91,7 @@ def make_workload(seed: int) -> Workload:
 def with_drafts(setup: Setup, rng: random.Random) -> Setup:
     """Return the setup with a draft model, whose blocks one request has room for, or as it is."""
     drafts, lookahead = rng.choice((0, 0, 0, 1, 3)), rng.choice((1, 3))
-    if not drafts or setup.states:
+    if not drafts:
         return setup
     more = -(-setup.max_model_len // (drafts * setup.block_size))
     return dataclasses.replace(

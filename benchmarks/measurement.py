@@ -29,7 +29,7 @@ def interval(values: Sequence[float], resamples: int = 4000) -> tuple[float, flo
 class Ratio:
     """Our speed over that of another arm: above 1 is faster, for any unit.
 
-    The median and the extremes of the rounds' ratios, each between neighbours in time.
+    The median, and the extremes if they differ, of the rounds' ratios between neighbours in time.
     """
 
     against: str
@@ -50,7 +50,8 @@ class Ratio:
         if self.interval:
             low, high = self.interval
             return f"{self.median:.4f} (95 %: {low:.4f} .. {high:.4f})"
-        return f"{self.median:.3f} [{self.low:.3f} .. {self.high:.3f}]"
+        spread = f" [{self.low:.3f} .. {self.high:.3f}]" if self.low < self.high else ""
+        return f"{self.median:.3f}{spread}"
 
 
 @dataclass(frozen=True)

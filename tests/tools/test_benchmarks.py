@@ -200,7 +200,7 @@ def test_parts_end_and_keep_their_lines(
     text = report.tables(result)
     for name, end in zip(names, ends, strict=True):
         assert re.search(f"- {end}: .*{name}", text)
-    assert "| a. speed, s | 1 | production 2 | production 2.000 [2.000 .. 2.000] |" in text
+    assert "| a. speed, s | 1 | production 2 | production 2.000 |" in text
 
 
 def test_remote_objects_answer_fail_and_are_killed_at_the_deadline(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.conftest import ROOT
@@ -101,8 +102,11 @@ def qwen3_5() -> Any:
 
 # Two KV heads of 16 values, keys and values, two bytes each.
 _HEADS = 2 * 2 * 2
-_STATE = 4 * 32 * 32 * 4 + 3 * (2 * 2 * 32 + 4 * 32) * 2
-"""Bytes of a delta-net layer: 4 heads of 32 x 32 in float32, and 3 columns of its convolution."""
+_STATE_BYTES = 4 if torch.cpu._is_avx512_bf16_supported() else 2
+"""Of a number of a state, which vLLM's CPU kernels want in float32 where they have instructions
+for bfloat16."""
+_STATE = 4 * 32 * 32 * _STATE_BYTES + 3 * (2 * 2 * 32 + 4 * 32) * 2
+"""Bytes of a delta-net layer: 4 heads of 32 x 32, and 3 columns of its convolution."""
 
 
 WINDOWS = ("window of 128 tokens", 10, 10 * 16 * _HEADS, 0)

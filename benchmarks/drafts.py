@@ -24,7 +24,7 @@ def drafts(bench: Bench) -> Iterator[Line]:
     scale = bench.scale
     steps = _WARM_UP_STEPS + scale.rounds * scale.decode_steps
     tokens = bench.pool_for(_BATCH, scale.long.prompt_tokens, (1 + _NUM_DRAFTS) * steps)
-    flags = {"block_size": bench.block_size, "max_model_len": tokens - 512}
+    flags = {"block_size": bench.block_size, "max_model_len": min(tokens - 512, 24576)}
     settings = {"policy": "reach", "budget": BUDGET, "when": "always", "text_only": "evict"}
     drafting = {
         "speculative_config": {

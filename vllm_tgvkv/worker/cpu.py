@@ -52,7 +52,7 @@ class EvictionCPUWorker(EvictingWorker, CPUWorker):
         super().init_device()
         if self.vllm_config.speculative_config is not None:
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-            if self.model_config.is_hybrid:
+            if self.vllm_config.model_config.is_hybrid:
                 repair_states()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from demo.asking import sample_page, shown
+from demo.asking import shown
 from demo.reading import TASK
 from reader.assemble import load_vocabulary, page_model_folder
 from reader.tasks import PageQuestion
@@ -28,13 +28,12 @@ def main() -> None:
         for number in range(options.pages):
             example = PageQuestion(TASK, number).example(vocabulary)
             page = options.file.with_name(f"page{number}.png")
-            sample_page(example).save(page)
+            example.pages[0].save(page)
             line = {
-                "prompt": example.question.strip(),
+                "prompt": example.question,
                 "images": [page.name],
                 "answer": example.asked.answer,
-                "match": "number",
-                "max_tokens": 40,
+                "max_tokens": 32,
             }
             file.write(f"{json.dumps(line)}\n")
     print(f"{shown(options.file)}: {options.pages} questions")

@@ -159,7 +159,7 @@ function shownEntry(entry, before) {
   const { settings, evicted, trace, error } = entry;
   const budget = budgetName(settings.budget);
   const judged = verdict(entry);
-  const shown = error ?? judged ?? "not yet";
+  const shown = `${error ?? judged ?? "not yet"}, ${comparison.asked.expected}`;
   if (before?.dataset.shown === shown) return before;
   if (!evicted) {
     const cell = wrap("div", "multiple", element("span", "note", budget));

@@ -15,8 +15,8 @@ import { takePictures } from "./picture.js";
 import { fillSample } from "./sample.js";
 import { ask, askAgain, loadStatus, question, showBudget, showSettings } from "./question.js";
 import { keepLabels, loadRecent, showRecent } from "./recent.js";
-import { openTrace, select, selectPart, selectView, updateThumbnails } from "./trace.js";
-import { movePatch, onMapKey, onMapPointer, showMap, zoom, zoomToPlace } from "./map.js";
+import { openTrace, select, selectPart, selectView, updateMap, updateThumbnails } from "./trace.js";
+import { movePatch, onMapKey, onMapPointer, zoom, zoomToPlace } from "./map.js";
 import { showAnswers } from "./answers.js";
 import { cellAfter, cellOf, focusCell, sayCell } from "./pages.js";
 import { compareAll, showComparison, stopComparing } from "./comparison.js";
@@ -59,7 +59,7 @@ function takeFrom(id) {
 function judge() {
   question();
   if (state.full && !$("answers").hidden) showAnswers();
-  if (state.trace) showMap();
+  if (state.trace) updateMap();
   showComparison();
 }
 

@@ -150,7 +150,7 @@ export const loadLayers = (trace) =>
   Promise.all(trace.pages.map((_, layer) => loadLayer(trace, layer)));
 
 /** Work out what the chosen layer and head keep, and draw it. */
-async function updateMap() {
+export async function updateMap() {
   const drawing = ++state.drawing;
   const { trace, layer, head, view } = state;
   showChoice();

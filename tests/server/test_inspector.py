@@ -809,8 +809,26 @@ def test_the_expected_answer_is_judged_framed_and_saved(
     assert (first <= [left, top]).all()
     assert (last >= [left + width, top + height]).all()
 
+    # Frames in the small maps go with the place that they are around.
+    page.click("#thumbnails-open summary")
+    page.fill("#compare-budgets", "0.1")
+    page.click("#compare")
+    page.wait_for_selector(".multiple canvas", timeout=PATIENCE_MS)
+    page.click("#compare-stop")
+    framed_maps = """(maps) => [...document.querySelectorAll(maps)].filter((canvas) => {
+        const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const isPink = (red, green, blue) => red > green + 80 && blue > green + 30;
+        return data.some((red, i) => i % 4 === 0 && isPink(red, data[i + 1], data[i + 2]));
+    }).length"""
+    small = ("#thumbnails canvas", ".multiple canvas")
+    for maps in small:
+        expect(page.locator(maps).first).to_be_visible()
+        assert page.evaluate(framed_maps, maps) == page.locator(maps).count() > 0
+
     page.fill("#expected", answers[1])
     page.keyboard.press("Tab")
+    for maps in small:
+        page.wait_for_function(f"!({framed_maps})({maps!r})")
     same = answers[1].lower() == answers[0].lower()
     said = "Both answers are right" if same else "Only the answer after eviction is right"
     expect(page.locator("#verdict")).to_contain_text(said)

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,8 @@ def test_figures(tmp_path: Path) -> None:
     assert "50 % [19, 81]" in shown
     assert "-33 points [" in shown
     assert "McNemar" in shown
+    lost = replace(second, difference=Estimate(-1.0, -1.0, -0.5))
+    assert " -100 points [-100, -50] " in "\n".join(table([first, lost], 6, 10, 0))
     assert "right answers" in picture([first, second], 10)
     without = figures(questions[6:], {FULL: full[6:], "reach 20 %": other[6:]})
     assert [each.right for each in without] == [None, None]

@@ -88,14 +88,14 @@ def table(found: Sequence[Figures], expected: int, total: int, failed: int) -> I
     yield f"{total} questions, {expected} with an expected answer.{left_out if failed else ''}"
     yield ""
     yield (
-        f"{'':22}{'right':>17}{'minus full':>23}{'p':>7}{'same as full':>17}"
+        f"{'':22}{'right':>17}{'minus full':>25}{'p':>7}{'same as full':>17}"
         f"{'stopped':>9}{'tokens':>8}{'kept':>7}"
     )
     for each in found:
         p = "" if each.p is None else f"{each.p:.3f}"
         points = "" if each.difference is None else each.difference.points
         yield (
-            f"{each.arm:22}{each.right or '':>17}{points:>23}{p:>7}{each.same or '':>17}"
+            f"{each.arm:22}{each.right or '':>17}{points:>25}{p:>7}{each.same or '':>17}"
             f"{each.stopped:>9.0%}{each.tokens:>8.1f}{each.kept:>7.0%}"
         )
     yield ""

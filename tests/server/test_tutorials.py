@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tutorials: every command of a page's numbered steps, in order, prints what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from measure.serving import free_port, process_group
+from measure.smollm import WeightsMissingError, find_weights
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SECONDS = 1800
+NOT_RUN = ("Install", "Prometheus and Grafana")
+"""Steps with tests of their own: `tools/test_install.py` and `tools/test_dashboards.py`."""
+
+PART = re.compile(r"^## (\d*)[. ]*(.*?)$|^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SERVING = """
+vllm() {
+  command vllm "$@" --port $PORT > $LOG 2>&1 &
+  local server=$!
+  disown  # `wait` is for the page's own jobs
+  until curl -sf 127.0.0.1:$PORT/health; do kill -0 $server || exit 1; sleep 1; done
+}
+"""
+"""A server runs in the background; the page has it in another terminal."""
+
+
+def steps(page: str) -> list[tuple[str, list[str]]]:
+    """Return the commands of a page, and the outputs that follow each."""
+    found: list[tuple[str, list[str]]] = []
+    is_run = False
+    for number, title, language, block in PART.findall((ROOT / f"docs/{page}.md").read_text()):
+        if title:
+            is_run = bool(number) and title not in NOT_RUN
+        elif is_run and language == "":
+            found.append((block, []))
+        elif is_run and language == "text" and found:
+            found[-1][1].append(block)
+    return found
+
+
+def missing(expected: str, output: str) -> list[str]:
+    """Return the lines that an output does not have in this order; `...` is anything."""
+    lines = iter(output.splitlines())
+    patterns = [".*".join(map(re.escape, line.split("..."))) for line in expected.splitlines()]
+    return [pattern for pattern in patterns if not any(re.search(f"{pattern}$", x) for x in lines)]
+
+
+@pytest.mark.skipif(find_weights() is None, reason=str(WeightsMissingError()))
+@pytest.mark.parametrize("page", ["quickstart", "new_method"])
+def test_a_tutorial_runs_as_printed(page: str, tmp_path: Path) -> None:
+    """In a copy of the clone, with packages and files of its own."""
+    clone, site, log = tmp_path / "clone", tmp_path / "site", tmp_path / "server.log"
+    clone.mkdir()
+    for path in ROOT.iterdir():
+        (clone / path.name).symlink_to(path)
+    asked = steps(page)
+    marked = [f"printf '\n=== step\n'\n{command}" for command, _ in asked]
+    port, script = free_port(), "\n".join(["set -e", SERVING, *marked])
+    script = script.replace("127.0.0.1:8000", "127.0.0.1:$PORT").replace("/tmp/", f"{tmp_path}/")
+    (tmp_path / "page.sh").write_text(script)
+    environment = {
+        "LOG": str(log),
+        "PORT": str(port),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
+        "PIP_TARGET": str(site),
+        "PIP_NO_DEPS": "1",
+    }
+    command = ["bash", "-c", f"cd {clone} && . {tmp_path}/page.sh"]
+    with process_group(command, tmp_path / "output", environment) as process:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS)
+        outputs = (tmp_path / "output").read_text().split("\n=== step\n")[1:]
+        served = log.read_text(errors="replace") if log.exists() else ""
+        assert process.returncode == 0, f"{outputs[-1][-3000:]}\n{served[-3000:]}"
+    for (asked_for, expected), output in zip(asked, outputs, strict=True):
+        found = served if "vllm serve" in asked_for else output
+        assert [missing(each, found) for each in expected] == [[] for _ in expected], found
+
+
+def test_a_line_that_is_not_printed_is_found() -> None:
+    assert missing("a ... c\nd\n", "x a b c\nd") == []
+    assert missing("d\na\n", "a\nd") == ["a"]
+    assert missing("a 1", "a 12") == ["a\\ 1"]

@@ -212,15 +212,19 @@ def test_an_interrupt_keeps_what_was_answered_and_does_not_wait(
         return answer(text)
 
     vars(site)["answer"] = interrupted
+    # A shell starts programs in the background with interrupts ignored.
+    before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert ask() == 130
     finally:
         hangs.set()
+        signal.signal(signal.SIGINT, before_test)
     kept = (tmp_path / "mine.judge/answers.jsonl").read_text().splitlines()
     assert 7 <= len(kept) <= 8  # two were in flight
     vars(site)["answer"], before = answer, len(site.asked)
     assert ask() == 0
-    assert len(site.asked) - before == 60 - len(kept)
+    late = len(site.asked) - before - (60 - len(kept))
+    assert late in (0, 1)  # one that was in flight may have been counted after the interrupt
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ OPTIONS = {
     "num_gpu_blocks_override": 64,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 2 * BLOCK,
+    # As vLLM has it by itself on processors with instructions for bfloat16.
+    "mamba_ssm_cache_dtype": "float32",
 }
 CACHING = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None}
 """Every state at the end of a block is cached."""

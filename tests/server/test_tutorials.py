@@ -37,14 +37,17 @@ vllm() {
 def steps(page: str) -> list[tuple[str, list[str]]]:
     """Return the commands of a page, and the outputs that follow each."""
     found: list[tuple[str, list[str]]] = []
-    is_run = False
+    is_run = is_output = False
     for number, title, language, block in PART.findall((ROOT / f"docs/{page}.md").read_text()):
         if title:
-            is_run = bool(number) and title not in NOT_RUN
+            is_run, is_output = bool(number) and title not in NOT_RUN, False
         elif is_run and language == "":
             found.append((block, []))
-        elif is_run and language == "text" and found:
+            is_output = True
+        elif language == "text" and is_output:
             found[-1][1].append(block)
+        else:  # a file, such as the method itself
+            is_output = False
     return found
 
 

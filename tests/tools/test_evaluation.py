@@ -940,7 +940,8 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
             told, tokens = log[SHORT.name, 0, each], log[SHORT.name, 0, own]
             assert tokens.text == told.text
             assert (told.tokens_per_step, tokens.cuts) == (0, told.cuts)
-            assert 1 < tokens.tokens_per_step <= 4
+            # With the full cache, drafts are accepted; a wrong answer may be too short for any.
+            assert (each == FULL) < tokens.tokens_per_step - 0.5 <= 3.5
     # The model says what it reads, if its cache holds it.
     assert result.tasks[0].right.mean == 1.0
     cells = {(cell.label, cell.budget): cell for cell in result.cells}

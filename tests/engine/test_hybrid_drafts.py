@@ -16,6 +16,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from oracle.emulation import Oracle
 from tests.engine.questions import budget
@@ -92,11 +94,11 @@ class Drafts:
         """Return drafts of which some are right, or the drafter's own."""
         if request is None or not (answer := self.answers.get(tuple(request.prompt_token_ids))):
             return []
-        if self.block_size and 0 < -request.num_tokens % self.block_size <= NUM_DRAFTS:
-            return []
+        at = request.num_output_tokens
+        if self.block_size and (left := -request.num_tokens % self.block_size) <= NUM_DRAFTS:
+            return [] if left else answer[at : at + NUM_DRAFTS]
         if self._dice.random() < 0.25:
             return own
-        at = request.num_output_tokens
         number = self._dice.choice((NUM_DRAFTS, NUM_DRAFTS, self._dice.randrange(NUM_DRAFTS)))
         right = answer[at : at + self._dice.randint(0, number)]
         wrong = [self._dice.randrange(64, 90) for _ in range(number - len(right))]
@@ -144,7 +146,8 @@ def test_drafts_leave_the_states_of_accepted_tokens(
 def test_the_next_turn_begins_with_the_state_behind_accepted_drafts(
     drafting: SteppedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block ends with the first token of a step with drafts, and the state there is cached."""
+    """A block ends with the first token of a step with drafts. The state there is cached, and is
+    nearly what the next turn's prompt leaves there if it is computed."""
     if has_mtp(drafting) or not drafting.scheduler.cache_config.enable_prefix_caching:
         pytest.skip("no prefix as short as this is hit")
     drafts = Drafts(drafting, monkeypatch)
@@ -159,9 +162,36 @@ def test_the_next_turn_begins_with_the_state_behind_accepted_drafts(
         drafts.answers[tuple(said.prompt_token_ids)] = list(said.outputs[0].token_ids)
     text = first.text + said.outputs[0].text + random_text(42, 8)
     more = replace(first, text=text, max_tokens=12)
-    (output,) = drafting.run([more])
-    assert output.num_cached_tokens > len(said.prompt_token_ids)
-    assert_nearly(drafting, Oracle(folder), more, output)
+    drafts.answers.clear()
+    oracle, found = Oracle(folder), []
+    for is_cached in (True, False):
+        name = drafting.add(more)
+        while not (now := drafting.requests([name])) or not now[0].num_output_tokens:
+            drafting.step()
+        found.append(cached_states(drafting, name))
+        output = drafting.drain()[name]
+        assert_nearly(drafting, oracle, more, output)
+        assert (output.num_cached_tokens > len(said.prompt_token_ids)) == is_cached
+        assert drafting.scheduler.reset_prefix_cache()
+    for ours, computed in zip(*found, strict=True):
+        assert (ours - computed).norm() < 0.1 * computed.norm()
+
+
+def cached_states(running: SteppedEngine, name: str) -> list[torch.Tensor]:
+    """Return the states in the last block of a request's prompt that is cached, of each layer."""
+    (request,) = running.requests([name])
+    scheduler, modules = running.scheduler, running.llm.llm_engine.vllm_config.compilation_config
+    block_hash = request.block_hashes[request.num_prompt_tokens // scheduler.block_size - 1]
+    found = []
+    for group, layers in enumerate(scheduler.kv_cache_config.kv_cache_groups):
+        if isinstance(layers.kv_cache_spec, MambaSpec):
+            pool = scheduler.kv_cache_manager.block_pool
+            (block,) = pool.get_cached_block(block_hash, [group])
+            for layer in layers.layer_names:
+                inputs, state = modules.static_forward_context[layer].kv_cache
+                inputs = inputs[block.block_id, :-NUM_DRAFTS]  # without places for drafts
+                found += [inputs.float().clone(), state[block.block_id].float().clone()]
+    return found
 
 
 @pytest.mark.nightly

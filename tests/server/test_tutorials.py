@@ -14,6 +14,7 @@ import pytest
 
 from measure.serving import free_port, process_group
 from measure.smollm import WeightsMissingError, find_weights
+from reader.assemble import page_model_folder
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -62,7 +63,8 @@ def missing(expected: str, output: str) -> list[str]:
 @pytest.mark.skipif(find_weights() is None, reason=str(WeightsMissingError()))
 @pytest.mark.parametrize("page", ["quickstart", "new_method"])
 def test_a_tutorial_runs_as_printed(page: str, tmp_path: Path) -> None:
-    """In a copy of the clone, with packages and files of its own."""
+    """In a copy of the clone, with packages and files of its own, after `make page-model`."""
+    page_model_folder()
     clone, site, log = tmp_path / "clone", tmp_path / "site", tmp_path / "server.log"
     clone.mkdir()
     for path in ROOT.iterdir():

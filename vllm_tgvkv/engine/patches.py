@@ -20,8 +20,9 @@
 | `InputBatch.add_request` and `remove_request` of an engine with states | a request that is left out of a step loses the number of its accepted tokens | vLLM keeps it |
 
 The first three are wrapped when the plugin loads, and pass everything through unless eviction is
-switched on. The others are wrapped when it is, the five before the last three in servers only, those in the processes of CPU workers with drafts. `tests/unit/test_patches.py` fails when one of them
-changes its signature.
+switched on. The others are wrapped when it is: from `BaseServing._check_model` to `RequestOutput.add`
+in servers only, the last three in CPU workers with drafts. `tests/unit/test_patches.py` fails when
+one of them changes its signature.
 """  # noqa: E501
 
 from __future__ import annotations

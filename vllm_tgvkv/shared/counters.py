@@ -53,7 +53,7 @@ class EvictionCounters:
     """Requests whose evicted tokens can not come back any more, by `TIER_FAULTS`."""
     blocks_given_back: int = 0
     """Blocks returned to the pool, less the fresh ones taken. Blocks shared with another request
-    are not returned."""
+    are not returned, so it may be negative."""
     handovers: Counter[str] = field(default_factory=Counter)
     """Prompts that went to another server or came from one, by `HANDOVERS`."""
     bytes_sent: int = 0
@@ -147,13 +147,14 @@ class EvictionCounters:
 
     def __str__(self) -> str:
         """Return one line for the log."""
+        blocks = self.blocks_given_back
         skipped = ", ".join(f"{reason} {n}" for reason, n in self.requests_skipped.items())
         return (
             f"{self.requests_evicted} requests evicted, {self.requests_whole} left whole, "
             f"{self.requests_restored} restored, "
             f"{self.requests_skipped.total()} skipped{f' ({skipped})' if skipped else ''}, "
             f"{self.prompt_tokens_kept} of {self.prompt_tokens_seen} prompt tokens kept, "
-            f"{self.blocks_given_back} blocks given back"
+            f"{abs(blocks)} blocks {'given back' if blocks >= 0 else 'more in use'}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm_tgvkv.kernels import gpu
 from vllm_tgvkv.kernels.checks import FLOATS, check
 
-MOST_QUERIES = 128
+MOST_QUERIES = 64
 """Most queries of a virtual sequence: query heads of a KV head, times query tokens."""
 
 Descales: TypeAlias = tuple[Tensor, Tensor, Tensor]

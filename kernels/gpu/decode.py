@@ -33,8 +33,8 @@ _SEQUENCES_PER_TILE = 1024
 _PROGRAMS_PER_TILE = 128
 _PARTIALS_PER_TILE = 16
 _LOG2_E = 1.4426950408889634
-_LARGEST_TILE = 16 * 512
-"""Values of the weighted sums that four warps hold in registers."""
+_LARGE_TILE = 32
+"""Queries of a program with four warps; more take eight."""
 _OTHER_BYTES = 11 << 10
 """Bound of a program's shared memory without chunks: 16 queries, weights, block ids."""
 
@@ -376,10 +376,10 @@ def _residents(shared_memory: int, chunk_bytes: int, query_tile: int = 16) -> tu
     """Return the programs per multiprocessor, and the chunks in the shared memory of each.
 
     With two programs, one loads chunks while the other is between sequences; there are not always
-    enough registers for three. With at least two chunks, a program loads the next ones while it
-    computes on one.
+    enough registers for three, nor for two of many queries. With at least two chunks, a program
+    loads the next ones while it computes on one.
     """
-    for programs in (2, 1):
+    for programs in (2, 1) if query_tile <= _LARGE_TILE else (1,):
         buffers = (shared_memory // programs - _OTHER_BYTES * query_tile // 16) // chunk_bytes
         if buffers >= 2:
             return programs, min(buffers, 4)
@@ -498,7 +498,7 @@ def decode(
         CHUNK=plan.chunk,
         GROUP_TILE=query_tile,
         HEAD_TILE=head_tile,
-        num_warps=4 if query_tile * head_tile <= _LARGEST_TILE else 8,
+        num_warps=4 if query_tile <= _LARGE_TILE else 8,
         num_stages=_num_stages(query.device, chunk_bytes, query_tile),
     )
     _combine_kernel[(num_sequences, num_queries)](
@@ -536,9 +536,9 @@ def variants() -> Iterator[Variant]:
         (torch.float8_e4m3fn, 128, 16, 8, 32, 4, False, 1),
         (torch.float8_e4m3fn, 256, 16, 1, 26, 8, False, 1),
         (torch.bfloat16, 128, 16, 8, 32, 4, False, 4),  # drafts
-        (torch.float8_e4m3fn, 128, 16, 8, 32, 8, False, 8),
-        (torch.bfloat16, 128, 16, 4, 32, 8, False, MOST_QUERIES // 8),
-        (torch.bfloat16, 256, 16, 1, 26, 8, False, 8),
+        (torch.float8_e4m3fn, 128, 16, 8, 32, 8, False, MOST_QUERIES // 8),
+        (torch.bfloat16, 128, 16, 8, 32, 8, False, MOST_QUERIES // 8),
+        (torch.bfloat16, 256, 16, 1, 26, 8, False, 4),
     ):
         empty = partial(torch.empty, dtype=torch.int32, device="meta")
         sizes = layers, 9, heads, group, head_size

@@ -440,10 +440,10 @@ def test_every_kernel_of_a_ragged_row_runs_before_the_first_request(
 
 def test_our_kernel_takes_a_bounded_number_of_drafts() -> None:
     """With 4 query heads of each KV head."""
-    Requests(1, num_drafts=31).builder(decode_kernel="triton")
-    with pytest.raises(UnsupportedByEvictionError, match="with num_speculative_tokens 32 and"):
-        Requests(1, num_drafts=32).builder(decode_kernel="triton")
-    Requests(1, num_drafts=32).builder()
+    Requests(1, num_drafts=15).builder(decode_kernel="triton")
+    with pytest.raises(UnsupportedByEvictionError, match="with num_speculative_tokens 16 and"):
+        Requests(1, num_drafts=16).builder(decode_kernel="triton")
+    Requests(1, num_drafts=16).builder()
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -31,6 +31,7 @@ from tests.inputs import gates, head_scores, product, replace_kernels
 from tests.unit.test_policies import NoSynchronisation
 from vllm_tgvkv.attention.cuda import (
     EvictingFlashMetadataBuilder,
+    Queries,
     RaggedKernel,
     most_split_sequences,
 )
@@ -468,7 +469,9 @@ def tensor_bytes(*owners: object) -> int:
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, RaggedKernel | DecodePlan | Regions | QueryPool | DecodeQueries):
+        elif isinstance(
+            value, RaggedKernel | Queries | DecodePlan | Regions | QueryPool | DecodeQueries
+        ):
             todo += [v for v in vars(value).values() if not isinstance(v, CacheShape | Regions)]
     return sum(found.values())
 

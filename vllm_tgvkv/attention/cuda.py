@@ -187,14 +187,14 @@ class FlashKernel(RaggedKernel):
         self._rows_of_tables = size // (shape.num_heads * width)
         """Rows whose tables of one layer fit the buffer."""
         self._starts: Callable[[int], torch.Tensor] = cache(lambda number: starts[: number + 1])
-        self._draft_starts, self._draft_order = starts[:0], starts[:0]
-        """`Queries` of `max_rows` rows that all have `most_queries` tokens."""
+        self._all_queries: Queries | None = None
+        """Of `max_rows` rows that all have `most_queries` tokens."""
         if most_queries > 1:
             tokens = torch.arange(max_rows * most_queries, device=self.device)
             heads = torch.arange(shape.num_heads, device=self.device)
             by_row = tokens.view(-1, 1, most_queries) * shape.num_heads
-            self._draft_order = (by_row + heads[:, None]).flatten()
-            self._draft_starts = starts * most_queries
+            order = (by_row + heads[:, None]).flatten()
+            self._all_queries = Queries(starts * most_queries, order)
         self._layer_lengths: tuple[torch.Tensor, ...] = ()
         """Of the current rows, int32 [R * H] for every layer."""
         self._layer_tables: tuple[torch.Tensor, ...] = ()
@@ -272,7 +272,7 @@ class FlashKernel(RaggedKernel):
                     layer,
                     impl.scale,
                 )
-        if log_sums is not None:
+        if log_sums is not None and impl.sinks is not None:
             apply_sinks(outputs, log_sums, impl.sinks)
 
     def queries(
@@ -283,9 +283,11 @@ class FlashKernel(RaggedKernel):
         for first in range(0, num_rows, size):
             end = min(first + size, num_rows)
             if starts is None:
-                of_row = num_heads * self.most_queries
-                order = self._draft_order[first * of_row : end * of_row]
-                found.append(Queries(self._draft_starts[: (end - first) * num_heads + 1], order))
+                whole, of_row = self._all_queries, num_heads * self.most_queries
+                assert whole is not None
+                assert whole.order is not None
+                order = whole.order[first * of_row : end * of_row]
+                found.append(Queries(whole.starts[: (end - first) * num_heads + 1], order))
                 continue
             on_host = starts[1][first : end + 1]
             made = queries_by_head(on_host[:-1], on_host.diff(), num_heads)

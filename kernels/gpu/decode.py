@@ -5,7 +5,8 @@ Lengths differ by head. With one program per sequence, most of the GPU would wai
 one; a fixed number of programs per sequence would be too many for some and too few for others. Here
 each program takes an equal share of the layer's chunks. It finishes the sequences that lie within
 its share. For its first and last sequence, which other programs may have parts of, it stores
-partial sums, and a second launch adds these up in the order of the programs.
+partial sums, and a second launch adds these up in the order of the programs. The query tokens of a
+row are further members of its groups, which read the same keys.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ _SEQUENCES_PER_TILE = 1024
 _PROGRAMS_PER_TILE = 128
 _PARTIALS_PER_TILE = 16
 _LOG2_E = 1.4426950408889634
+_LARGE_TILE = 32
+"""Queries of a program with four warps; more take eight."""
 _OTHER_BYTES = 11 << 10
-"""Bound of a program's shared memory without chunks: queries, weights, block ids."""
+"""Bound of a program's shared memory without chunks: 16 queries, weights, block ids."""
 
 
 @triton.jit
@@ -46,6 +49,15 @@ def _share(program, num_programs, num_chunks):
 def _owner(chunk, num_programs, num_chunks):
     """The program that has a chunk: the last one whose first chunk is not after it."""
     return (((chunk.to(tl.int64) + 1) * num_programs - 1) // num_chunks).to(tl.int32)
+
+
+@triton.jit
+def _tokens(starts, row, query):
+    """The batch's token of a row's query, and how many queries the row has."""
+    if starts is None:  # one each
+        return row + query, row * 0 + 1
+    first = tl.load(starts + row)
+    return (first + query).to(tl.int64), tl.load(starts + row + 1) - first
 
 
 @triton.jit(do_not_specialize=["num_sequences", "layer_stride", "row_stride", "ends_stride"])
@@ -103,6 +115,7 @@ def _decode_kernel(
     values,
     block_table,
     lengths,
+    starts,
     num_token_blocks,
     replaced,
     offsets,
@@ -134,6 +147,7 @@ def _decode_kernel(
     out_head_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    MOST_QUERIES: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
@@ -154,9 +168,9 @@ def _decode_kernel(
     if query_descale is not None:
         scale *= tl.load(query_descale) * tl.load(key_descale)
 
-    member = tl.arange(0, GROUP_TILE)
+    member = tl.arange(0, GROUP_TILE)  # of the first query token, then of the next one
     dim = tl.arange(0, HEAD_TILE)
-    in_group = (member < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
+    in_group = member < GROUP * MOST_QUERIES
     current = begin
     while current < end:
         # Loads that depend only on the sequence come first, so that their latencies overlap.
@@ -166,12 +180,16 @@ def _decode_kernel(
         length = tl.load(lengths + row * lengths_stride + head)
         ids = block_table + row * table_stride
         region = tl.load(ids).to(tl.int64)
+        tokens, num_queries = _tokens(starts, row, member // GROUP)
         stop = tl.minimum(sequence_end, end)
         if current < stop:
             pair = layer * NUM_HEADS + head
-            heads = head * GROUP + member
-            source = query + row * query_stride + heads[:, None] * query_head_stride + dim[None, :]
-            queries = without_fp8(tl.load(source, mask=in_group, other=0.0))
+            heads = head * GROUP + member % GROUP
+            is_query = in_group & (member // GROUP < num_queries)
+            is_element = is_query[:, None] & (dim < HEAD_SIZE)[None, :]
+            source = query + tokens[:, None] * query_stride + dim[None, :]
+            source += heads[:, None] * query_head_stride
+            queries = without_fp8(tl.load(source, mask=is_element, other=0.0))
             has_region = tl.load(num_token_blocks + region) > 0
             start = tl.load(replaced + region)
             offset = offsets + region * offsets_stride + pair
@@ -207,11 +225,18 @@ def _decode_kernel(
                 # Weights are rounded to their dtype: in fp8 they would have three bits.
                 chunk_values = without_fp8(chunk_values)
                 logits = tl.dot(queries, tl.trans(chunk_keys), input_precision="ieee") * scale
-                logits = tl.where(exists[None, :], logits, float("-inf"))
+                is_seen = exists[None, :]
+                if MOST_QUERIES > 1:  # causal: the last query token sees all keys
+                    hidden = num_queries - 1 - member // GROUP
+                    is_seen = is_seen & (token[None, :] < length - hidden[:, None])
+                logits = tl.where(is_seen, logits, float("-inf"))
                 # Finite: a chunk of a sequence has at least one token.
                 new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-                weights = tl.exp2(logits - new_maximum[:, None])
-                decay = tl.exp2(maximum - new_maximum)
+                shift = new_maximum
+                if MOST_QUERIES > 1:  # unless a query token sees none of its tokens
+                    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+                weights = tl.exp2(logits - shift[:, None])
+                decay = tl.exp2(maximum - shift)
                 sums = sums * decay[:, None] + weights
                 weighted = tl.dot(
                     weights.to(chunk_values.dtype),
@@ -222,27 +247,30 @@ def _decode_kernel(
                 maximum = new_maximum
             sum_of_weights = tl.sum(sums, 1)
             if sequence_begin >= begin and sequence_end <= end:
-                result = out + row * out_stride + heads[:, None] * out_head_stride + dim[None, :]
+                result = out + tokens[:, None] * out_stride + dim[None, :]
+                result += heads[:, None] * out_head_stride
                 if HAS_SINKS:
-                    sink = tl.load(sinks + heads, mask=member < GROUP, other=float("-inf"))
+                    sink = tl.load(sinks + heads, mask=in_group, other=float("-inf"))
                     # A sink far above all logits makes the sum infinite, and the mean zero.
                     sum_of_weights += tl.exp2(sink.to(tl.float32) * LOG2_E - maximum)
                 mean = weighted / sum_of_weights[:, None]
                 if value_descale is not None:
                     mean *= tl.load(value_descale)
-                tl.store(result, mean.to(out.dtype.element_ty), mask=in_group)
+                tl.store(result, mean.to(out.dtype.element_ty), mask=is_element)
             else:
                 side = tl.where(sequence_begin <= begin, 0, 1)
-                part = partials + ((program * 2 + side) * GROUP + member) * (HEAD_SIZE + 2)
-                tl.store(part[:, None] + dim[None, :], weighted, mask=in_group)
-                tl.store(part + HEAD_SIZE, maximum, mask=member < GROUP)
-                tl.store(part + HEAD_SIZE + 1, sum_of_weights, mask=member < GROUP)
+                part = (program * 2 + side) * (GROUP * MOST_QUERIES) + member
+                part = partials + part * (HEAD_SIZE + 2)
+                tl.store(part[:, None] + dim[None, :], weighted, mask=is_element)
+                tl.store(part + HEAD_SIZE, maximum, mask=is_query)
+                tl.store(part + HEAD_SIZE + 1, sum_of_weights, mask=is_query)
         current = stop
         sequence += 1
 
 
 @triton.jit(do_not_specialize=["layer", "num_sequences", "num_programs", "ends_stride"])
 def _combine_kernel(
+    starts,
     ends,
     partials,
     sinks,
@@ -256,21 +284,26 @@ def _combine_kernel(
     out_head_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    MOST_QUERIES: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     LOG2_E: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The result of one query head if several programs have parts of it, or none has any."""
+    """The result of one query if several programs have parts of it, or none has any."""
     sequence, member = tl.program_id(0), tl.program_id(1)
     ends += layer.to(tl.int64) * ends_stride
     num_chunks = tl.load(ends + num_sequences)
     sequence_begin = tl.load(ends + sequence)
     sequence_end = tl.load(ends + sequence + 1)
     row, head = (sequence // NUM_HEADS).to(tl.int64), sequence % NUM_HEADS
+    token, num_queries = _tokens(starts, row, member // GROUP)
     dim = tl.arange(0, HEAD_TILE)
-    out += row * out_stride + (head * GROUP + member) * out_head_stride + dim
+    query_head = head * GROUP + member % GROUP
+    out += token * out_stride + query_head * out_head_stride + dim
+    if member // GROUP >= num_queries:
+        return
     if sequence_begin == sequence_end:
         zeros = tl.zeros([HEAD_TILE], tl.float32).to(out.dtype.element_ty)
         tl.store(out, zeros, mask=dim < HEAD_SIZE)
@@ -281,7 +314,7 @@ def _combine_kernel(
             maximum = tl.full([1], float("-inf"), tl.float32)
             sum_of_weights = tl.zeros([1], tl.float32)
             if HAS_SINKS:  # one more part, whose value is zero
-                sink = tl.load(sinks + head * GROUP + member).to(tl.float32)
+                sink = tl.load(sinks + query_head).to(tl.float32)
                 maximum = tl.full([1], 0.0, tl.float32) + sink * LOG2_E
                 sum_of_weights = tl.full([1], 1.0, tl.float32)
             weighted = tl.zeros([HEAD_TILE], tl.float32)
@@ -292,7 +325,8 @@ def _combine_kernel(
                 has_part = begin < _share(program + 1, num_programs, num_chunks)
                 has_part = (program <= last_program) & has_part
                 side = tl.where(sequence_begin <= begin, 0, 1)
-                part = partials + ((program * 2 + side) * GROUP + member) * (HEAD_SIZE + 2)
+                part = (program * 2 + side) * (GROUP * MOST_QUERIES) + member
+                part = partials + part * (HEAD_SIZE + 2)
                 maxima = tl.load(part + HEAD_SIZE, mask=has_part, other=float("-inf"))
                 sums = tl.load(part + HEAD_SIZE + 1, mask=has_part, other=0.0)
                 parts = tl.load(
@@ -318,11 +352,14 @@ def chunk_size(head_size: int) -> int:
     return max(16, min(128, 8192 // _tile(head_size)))
 
 
-def num_programs(device: torch.device, head_size: int, element_size: int = 2) -> int:
-    """Return how many programs the GPU runs concurrently."""
+def num_programs(
+    device: torch.device, head_size: int, element_size: int = 2, num_queries: int = 1
+) -> int:
+    """Return how many programs the GPU runs concurrently, for the queries of a KV head."""
     properties = torch.cuda.get_device_properties(device)
     chunk_bytes = _chunk_bytes(chunk_size(head_size), head_size, element_size)
-    programs, _ = _residents(properties.shared_memory_per_multiprocessor, chunk_bytes)
+    shared_memory = properties.shared_memory_per_multiprocessor
+    programs, _ = _residents(shared_memory, chunk_bytes, _tile(num_queries))
     return int(properties.multi_processor_count * programs)
 
 
@@ -335,28 +372,28 @@ def _chunk_bytes(chunk: int, head_size: int, element_size: int) -> int:
     return 2 * chunk * _tile(head_size) * element_size
 
 
-def _residents(shared_memory: int, chunk_bytes: int) -> tuple[int, int]:
+def _residents(shared_memory: int, chunk_bytes: int, query_tile: int = 16) -> tuple[int, int]:
     """Return the programs per multiprocessor, and the chunks in the shared memory of each.
 
     With two programs, one loads chunks while the other is between sequences; there are not always
-    enough registers for three. With at least two chunks, a program loads the next ones while it
-    computes on one.
+    enough registers for three, nor for two of many queries. With at least two chunks, a program
+    loads the next ones while it computes on one.
     """
-    for programs in (2, 1):
-        buffers = (shared_memory // programs - _OTHER_BYTES) // chunk_bytes
+    for programs in (2, 1) if query_tile <= _LARGE_TILE else (1,):
+        buffers = (shared_memory // programs - _OTHER_BYTES * query_tile // 16) // chunk_bytes
         if buffers >= 2:
             return programs, min(buffers, 4)
     return 1, 1
 
 
 @functools.cache
-def _num_stages(device: torch.device, chunk_bytes: int) -> int:
+def _num_stages(device: torch.device, chunk_bytes: int, query_tile: int) -> int:
     """Return the stages for that many chunks: Triton shares them with the loads of block ids."""
     shared_memory = 228 << 10  # of capability 9.0, for what is compiled without a GPU
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         shared_memory = properties.shared_memory_per_multiprocessor
-    return 2 * _residents(shared_memory, chunk_bytes)[1] + 1
+    return 2 * _residents(shared_memory, chunk_bytes, query_tile)[1] + 1
 
 
 def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
@@ -405,6 +442,8 @@ def decode(
     out: Tensor,
     sinks: Tensor | None,
     descales: Descales | None,
+    starts: Tensor | None,
+    most_queries: int,
 ) -> None:
     """Compute one layer's attention in two launches; see `kernels.decode.decode`.
 
@@ -417,6 +456,8 @@ def decode(
     head_size = query.shape[2]
     group = query.shape[1] // num_heads
     shape = {"NUM_HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size}
+    shape["MOST_QUERIES"] = most_queries
+    num_queries, query_tile = group * most_queries, _tile(group * most_queries)
     of_sinks = {"HAS_SINKS": sinks is not None, "LOG2_E": _LOG2_E}
     head_tile = _tile(head_size)
     chunk_bytes = _chunk_bytes(plan.chunk, head_size, keys.element_size())
@@ -427,6 +468,7 @@ def decode(
         values,
         block_table,
         lengths,
+        starts,
         num_token_blocks,
         replaced,
         offsets,
@@ -454,12 +496,13 @@ def decode(
         BLOCK_SIZE=keys.shape[1],
         NUM_PAIRS=offsets.shape[1] - 1,
         CHUNK=plan.chunk,
-        GROUP_TILE=_tile(group),
+        GROUP_TILE=query_tile,
         HEAD_TILE=head_tile,
-        num_warps=4,
-        num_stages=_num_stages(query.device, chunk_bytes),
+        num_warps=4 if query_tile <= _LARGE_TILE else 8,
+        num_stages=_num_stages(query.device, chunk_bytes, query_tile),
     )
-    _combine_kernel[(num_sequences, group)](
+    _combine_kernel[(num_sequences, num_queries)](
+        starts,
         plan.ends,
         plan.partials,
         sinks,
@@ -480,23 +523,29 @@ def decode(
 
 def variants() -> Iterator[Variant]:
     """Yield the specialisations to cross-compile."""
-    from vllm_tgvkv.kernels.decode import DecodePlan
+    from vllm_tgvkv.kernels.decode import MOST_QUERIES, DecodePlan
 
-    for dtype, head_size, block_size, heads, layers, group, has_sinks in (
-        (torch.float16, 64, 32, 2, 24, 7, False),
-        (torch.bfloat16, 80, 16, 32, 32, 1, False),
-        (torch.bfloat16, 256, 16, 1, 26, 8, False),
-        (torch.bfloat16, 512, 16, 2, 10, 8, False),
-        (torch.bfloat16, 64, 16, 8, 18, 8, True),  # gpt-oss
-        (torch.bfloat16, 128, 16, 8, 32, 4, False),
-        (torch.float8_e4m3fn, 64, 32, 2, 24, 7, False),
-        (torch.float8_e4m3fn, 128, 16, 8, 32, 4, False),
-        (torch.float8_e4m3fn, 256, 16, 1, 26, 8, False),
+    for dtype, head_size, block_size, heads, layers, group, has_sinks, most in (
+        (torch.float16, 64, 32, 2, 24, 7, False, 1),
+        (torch.bfloat16, 80, 16, 32, 32, 1, False, 1),
+        (torch.bfloat16, 256, 16, 1, 26, 8, False, 1),
+        (torch.bfloat16, 512, 16, 2, 10, 8, False, 1),
+        (torch.bfloat16, 64, 16, 8, 18, 8, True, 1),  # gpt-oss
+        (torch.bfloat16, 128, 16, 8, 32, 4, False, 1),
+        (torch.float8_e4m3fn, 64, 32, 2, 24, 7, False, 1),
+        (torch.float8_e4m3fn, 128, 16, 8, 32, 4, False, 1),
+        (torch.float8_e4m3fn, 256, 16, 1, 26, 8, False, 1),
+        (torch.bfloat16, 128, 16, 8, 32, 4, False, 4),  # drafts
+        (torch.float8_e4m3fn, 128, 16, 8, 32, 8, False, MOST_QUERIES // 8),
+        (torch.bfloat16, 128, 16, 8, 32, 8, False, MOST_QUERIES // 8),
+        (torch.bfloat16, 256, 16, 1, 26, 8, False, 4),
     ):
         empty = partial(torch.empty, dtype=torch.int32, device="meta")
         sizes = layers, 9, heads, group, head_size
-        plan = DecodePlan.for_device(*sizes, dtype, torch.device("meta"))
-        lengths, query = empty(layers, 9, heads), empty(9, heads * group, head_size, dtype=dtype)
+        plan = DecodePlan.for_device(*sizes, dtype, torch.device("meta"), most)
+        lengths = empty(layers, 9, heads)
+        query = empty(9 * most, heads * group, head_size, dtype=dtype)
+        rows = (None, 1) if most == 1 else (empty(10), most)
         pages = empty(99, block_size, 2 * head_size, dtype=dtype)[..., :head_size]
         state = empty(9, 1001), lengths, empty(99), empty(99), empty(99, layers * heads + 1)
         sinks = empty(heads * group, dtype=dtype) if has_sinks else None
@@ -505,9 +554,11 @@ def variants() -> Iterator[Variant]:
             descale = empty((), dtype=torch.float32)
             out, descales = query.to(torch.bfloat16), (descale, descale, descale)
         name = f"{TYPES[dtype]} D{head_size} N{block_size} G{group}{' sinks' * has_sinks}"
-        call = partial(decode, query, pages, pages, *state, 2, 0.1, plan, out, sinks, descales)
+        name += f" x {most}" * (most > 1)
+        given = query, pages, pages, *state, 2, 0.1, plan, out, sinks, descales, *rows
+        call = partial(decode, *given)
         large, *others = launches(__name__, name, call)
-        if dtype.itemsize > 1:
+        if dtype.itemsize > 1 and group * most <= 32:
             # With two chunks, as on GPUs of capabilities 8.0 and 12.0, in place of three.
             fewer = {**large.options, "num_stages": 5}
             yield replace(large, name=f"{name} x5", options=fewer, capabilities=(80, 120))

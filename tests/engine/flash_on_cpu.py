@@ -18,6 +18,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from vllm_tgvkv.attention.base import EvictingMetadata
 from vllm_tgvkv.attention.cuda import (
@@ -39,7 +40,8 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
     """Treats decode steps like graphs, which are captured once for each size.
 
     A replayed graph runs on the tensors it was captured with, and ignores what `build` returns
-    later. So do the layers here: every step gets the first metadata of its size.
+    later. So do the layers here: every step gets the first metadata of its size. Drafting is no
+    part of it.
     """
 
     num_replays = 0
@@ -52,11 +54,15 @@ class ReplayingBuilder(EvictingFlashMetadataBuilder):
         self.captured: dict[int, EvictingMetadata[RaggedTokens]] = {}
 
     def build(
-        self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> EvictingMetadata[RaggedTokens]:
-        observes = self._observer is not None and self._observer.has_work(single_tokens=True)
-        is_decode = common.max_query_len == 1 and not observes
-        if not is_decode:
+        prefix, common = common_prefix_len, common_attn_metadata
+        drafts = not self.evicts and not isinstance(self.kv_cache_spec, SlidingWindowSpec)
+        observes = self._observer is not None and self._observer.has_work(may_be_graph=True)
+        if drafts or observes or not self.may_be_graph(common):
             return super().build(prefix, common, fast_build)
         if common.num_reqs not in self.captured:
             longest = self.vllm_config.model_config.max_model_len

@@ -99,6 +99,18 @@ def _keep_asynchronous_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+def take_any_mask() -> None:
+    """Let Triton's interpreter load with masks that it computed as integers, as n-grams do."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    load = InterpreterBuilder.create_masked_load
+
+    def masked_load(self: Any, pointers: Any, mask: TensorHandle, *rest: Any) -> TensorHandle:
+        return load(self, pointers, TensorHandle(mask.data.astype(bool), mask.dtype), *rest)
+
+    InterpreterBuilder.create_masked_load = masked_load
+
+
 def pretend_gpu_worker() -> None:
     """Make engines with eviction use the GPU's runner; otherwise they use vLLM's CPU runner."""
     import pytest

@@ -15,11 +15,13 @@ from tests.engine.adapters import write_adapters
 from tests.engine.gated import gated_oracle
 from tests.engine.questions import BLOCK_SIZE, JSON_SCHEMA, SETTINGS, budget, question
 from tests.engine.running import Ask, assert_outputs_agree, engine
+from tests.engine.test_speculation import speculative_config
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
 
 
-def test_adapters_have_caches_of_their_own(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafts", ["", pytest.param("draft_model", marks=pytest.mark.nightly)])
+def test_adapters_have_caches_of_their_own(folder: Path, tmp_path: Path, drafts: str) -> None:
     """Two LoRA adapters and none in one batch: each keeps tokens by its own attention.
 
     Or by what the gates say, which read the hidden states of the adapted model.
@@ -45,6 +47,7 @@ def test_adapters_have_caches_of_their_own(folder: Path, tmp_path: Path) -> None
         enable_prefix_caching=True,
         max_num_batched_tokens=128,
         num_gpu_blocks_override=160,
+        **({"speculative_config": speculative_config(folder, drafts)} if drafts else {}),
     ) as running:
         names: list[tuple[str, str, Ask]] = []
         for asked in (dict.fromkeys(models, ask), others, gated):

@@ -20,7 +20,7 @@ from vllm import SamplingParams
 from oracle.emulation import Oracle
 from oracle.methods import Auto
 from tests.engine.questions import DEBUG, album
-from tests.engine.running import engine
+from tests.engine.running import Ask, engine
 from tests.engine.test_parallel import ParallelEngine, with_method, workers
 from tests.engine.test_parallel import serve as serve_on_ranks
 from tests.engine.test_pipeline import (
@@ -31,8 +31,15 @@ from tests.engine.test_pipeline import (
     break_method,
     expect,
 )
-from tests.engine.test_speculation import GRANULARITIES, NGRAM, answers, draft_counts
-from tests.models import QWEN_IMAGE
+from tests.engine.test_speculation import (
+    GRANULARITIES,
+    METHODS,
+    NGRAM,
+    answers,
+    draft_counts,
+    speculative_config,
+)
+from tests.models import QWEN_IMAGE, random_text
 from tests.server.serving import ChatServer, eventually, messages, report_of, serve
 
 pytestmark = [pytest.mark.compatibility, pytest.mark.engine, pytest.mark.slow]
@@ -137,7 +144,8 @@ def test_three_stages(tiny_model: Callable[..., Path]) -> None:
 
 
 @pytest.mark.nightly
-def test_drafts_on_ranks(tiny_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_on_ranks(tiny_model: Callable[..., Path], method: str) -> None:
     """Chunks, compressed rows with right and wrong drafts, and a pool too small for all."""
     folder = tiny_model("llava", image_size=112, initializer_range=REPEATS_ITSELF)
     oracle = Oracle(folder)
@@ -152,13 +160,19 @@ def test_drafts_on_ranks(tiny_model: Callable[..., Path]) -> None:
         settings,
         ParallelEngine,
         tensor_parallel_size=2,
-        speculative_config=NGRAM,
+        speculative_config=speculative_config(folder, method),
         disable_log_stats=False,
         max_num_batched_tokens=128,
         max_model_len=640,
-        num_gpu_blocks_override=30,
+        num_gpu_blocks_override=30 if method == "ngram" else 40,
     ) as running:
         assert len(list(serve_on_ranks(oracle, running, asks))) == len(asks)
+        # A draft model sees no images, so it is seldom right about them.
+        text = Ask(random_text(3, 150), max_tokens=60)
+        for output in running.run([text] * 2):
+            assert list(output.outputs[0].token_ids) == oracle.generate(
+                oracle.prompt(text.text, ()), text.max_tokens
+            )
         assert_some_were_right(*draft_counts(running))
 
 

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 
 from oracle.emulation import Oracle
-from tests.engine import flash_on_cpu, test_fp8, test_recall
+from tests.engine import flash_on_cpu, test_fp8, test_recall, test_speculation
 from tests.engine.questions import MIXES, album, budget, ladder, tgv
 from tests.engine.running import Ask, SteppedEngine, assert_agrees, assert_close, engine
 from tests.engine.test_cuts import LATER, Case, step_xargs
@@ -189,6 +189,57 @@ def test_cuts_of_answers_are_right_with_graphs(evicting: SteppedEngine, oracle: 
     assert_cuts_agree(evicting, oracle, cases, outputs, asks, answer_rows=ANSWER_ROWS)
     assert builder.num_replays > before[0] + 30
     assert builder.num_storing > before[1] + 15
+
+
+@pytest.mark.parametrize(
+    ("method", "decode_kernel"),
+    [
+        ("ngram", "stock"),
+        ("draft_model", "stock"),
+        pytest.param("ngram", "triton", marks=pytest.mark.nightly),
+        *(pytest.param(name, "stock", marks=pytest.mark.nightly) for name in ("eagle", "eagle3")),
+    ],
+)
+def test_drafts_change_neither_tokens_nor_what_is_kept(
+    tiny_model: Callable[..., Path],
+    method: str,
+    decode_kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps in which all requests have as many drafts are replayed; preemptions leave others.
+
+    Some of these steps store queries of requests that wait.
+    """
+    folder = tiny_model("llava", image_size=112, initializer_range=0.055)
+    settings = {**test_speculation.SETTINGS, "decode_kernel": decode_kernel}
+    with engine(folder, test_speculation.SETTINGS) as running:
+        alone = test_speculation.answers(running, test_speculation.ASKS)
+        waited = test_speculation.answers(running, test_speculation.WAITING)
+    builder = flash_on_cpu.ReplayingBuilder
+    before = builder.num_replays, builder.num_storing
+    with engine(
+        folder,
+        settings,
+        speculative_config=test_speculation.speculative_config(folder, method),
+        max_num_batched_tokens=134,
+        max_num_seqs=6,
+        num_gpu_blocks_override=64,
+        disable_log_stats=False,
+    ) as running:
+        test_speculation.preempt_often(running, monkeypatch)
+        if method == "ngram":
+            test_speculation.draft_at_random(running, [*alone, *waited], monkeypatch, fills=True)
+        test_speculation.assert_same(running, alone)
+        found = test_speculation.answers(running, test_speculation.WAITING)
+        for answer, wanted in zip(found, waited, strict=True):
+            assert answer.tokens == wanted.tokens
+            assert torch.equal(answer.kept, wanted.kept)
+    oracle = Oracle(folder)
+    for ask, answer in zip(test_speculation.ASKS[:3], alone, strict=False):
+        prompt = oracle.prompt(ask.text, ask.images)
+        assert oracle.generate(prompt, ask.max_tokens, answer.kept) == answer.tokens
+    assert builder.num_replays > before[0] + 50
+    assert builder.num_storing > before[1] + 5
 
 
 def test_chunks_decodes_and_preemptions_scheduled_ahead(folder: Path, oracle: Oracle) -> None:

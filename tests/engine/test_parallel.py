@@ -132,7 +132,7 @@ def serve(
     rank's trace has the heads of both.
     """
     outputs = running.run(asks)
-    size = running.scheduler.block_size
+    size = running.scheduler.tokens_per_block
     for ask, output in zip(asks, outputs, strict=True):
         prompt = oracle.prompt(ask.text, ask.images)
         num_tokens = len(prompt.token_ids)

@@ -37,6 +37,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
         pytest.param("text_of_a_hybrid", "qwen3_5", {"layers": 8}, marks=pytest.mark.nightly),
         ("images_and_windows", "exaone4_5", {"layers": 6, "image_size": 112}),
         ("pressure", "llava", {"image_size": 112}),
+        ("drafts", "llava", {"image_size": 112, "initializer_range": 0.055}),
     ],
 )
 def test_tokens_and_kept_positions_are_the_oracles(
@@ -130,6 +131,29 @@ def preemption(folder: Path) -> None:
 
     runner_v2.pretend_gpu_worker()
     test_preemption_in_a_small_pool(folder, Oracle(folder))
+
+
+def drafts(folder: Path) -> None:
+    """By n-grams that vLLM's kernel finds. All rows have as many drafts, right or wrong."""
+    from dataclasses import replace
+
+    from oracle.emulation import Oracle
+    from tests.engine.questions import ladder, tgv
+    from tests.engine.running import Ask, assert_agrees, engine
+    from tests.engine.test_speculation import NGRAM, draft_counts
+    from tests.models import random_text
+
+    runner_v2.pretend_gpu_worker()
+    runner_v2.take_any_mask()
+    asks = [replace(ask, max_tokens=30) for ask in ladder()]
+    asks.append(Ask(random_text(53, 150), max_tokens=30, arrival=12))
+    options = {"speculative_config": NGRAM, "disable_log_stats": False}
+    with engine(folder, tgv("head"), max_num_batched_tokens=64, **options) as running:
+        assert type(running.worker.model_runner).__mro__[1].__name__ == "EvictingModelRunnerV2"
+        assert not running.core.async_scheduling
+        assert_agrees(running, Oracle(folder), asks)
+        drafted, accepted = draft_counts(running)
+        assert 10 < accepted < drafted - 10
 
 
 def pressure(folder: Path) -> None:

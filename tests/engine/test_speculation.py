@@ -151,14 +151,18 @@ def alone(undrafted: dict[str, list[Answer]]) -> list[Answer]:
     return undrafted["at once"]
 
 
+def speculative_config(folder: Path, method: str) -> dict[str, Any]:
+    """Return the drafts that a method makes for the model in a folder."""
+    if method == "ngram":
+        return NGRAM
+    is_eagle = method.startswith("eagle")
+    model = eagle_head(folder, method) if is_eagle else language_part(folder, layers=2)
+    return {"method": method, "model": str(model), "num_speculative_tokens": NUM_DRAFTS}
+
+
 @pytest.fixture(scope="module", params=["ngram", "draft_model"])
 def speculative(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
-    if request.param == "ngram":
-        return NGRAM
-    is_eagle = request.param.startswith("eagle")
-    model = eagle_head(folder, request.param) if is_eagle else language_part(folder, layers=2)
-    model, number = str(model), NUM_DRAFTS
-    return {"method": request.param, "model": model, "num_speculative_tokens": number}
+    return speculative_config(folder, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +202,41 @@ def preempt_often(running: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> No
         return step()
 
     monkeypatch.setattr(running, "step", step_and_preempt)
+
+
+def draft_at_random(
+    running: SteppedEngine,
+    alone: Sequence[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    fills: bool = False,
+) -> dict[str, int]:
+    """Replace n-grams: some right drafts, then some wrong ones, drawn for every row and step.
+
+    With `fills` all rows have as many in most steps. Returns how often right drafts, and wrong ones
+    only, crossed the end of a block.
+    """
+    runner: Any = running.core.model_executor.driver_worker.worker.model_runner
+    answer_of = {tuple(answer.prompt): answer.tokens for answer in alone}
+    dice = random.Random(0)
+    crossed = {"accepted": 0, "rejected": 0}
+
+    def propose(num: int, sampled: list[list[int]], lengths: Any, *_: Any, **__: Any) -> Any:
+        drafts, are_full = [], fills and dice.random() < 0.8
+        for row, name in enumerate(runner.input_batch.req_ids):
+            prompt = runner.requests[name].prompt_token_ids
+            position = int(lengths[row]) - len(prompt)
+            right = answer_of[tuple(prompt)][position : position + dice.randint(0, num)]
+            most = num - len(right)
+            num_wrong = most if are_full else dice.randint(0, most)
+            wrong = [dice.randrange(64, 90) for _ in range(num_wrong)]
+            drafts.append(right + wrong if sampled[row] else [])
+            slot = (int(lengths[row]) - 1) % BLOCK_SIZE
+            crossed["accepted"] += slot + len(right) >= BLOCK_SIZE
+            crossed["rejected"] += slot + len(right) < BLOCK_SIZE <= slot + len(drafts[-1])
+        return drafts
+
+    monkeypatch.setattr(runner.drafter, "propose", propose)
+    return crossed
 
 
 def assert_same(running: SteppedEngine, alone: Sequence[Answer]) -> None:
@@ -244,25 +283,7 @@ def test_random_drafts_change_nothing(
     So drafts that are accepted, rejected and proposed again cross block borders in every order.
     Which rows have drafts changes from step to step.
     """
-    runner: Any = drafting.core.model_executor.driver_worker.worker.model_runner
-    answer_of = {tuple(answer.prompt): answer.tokens for answer in alone}
-    dice = random.Random(0)
-    crossed = {"accepted": 0, "rejected": 0}
-
-    def propose(num: int, sampled: list[list[int]], lengths: Any, *_: Any, **__: Any) -> Any:
-        drafts = []
-        for row, name in enumerate(runner.input_batch.req_ids):
-            prompt = runner.requests[name].prompt_token_ids
-            position = int(lengths[row]) - len(prompt)
-            right = answer_of[tuple(prompt)][position : position + dice.randint(0, num)]
-            wrong = [dice.randrange(64, 90) for _ in range(dice.randint(0, num - len(right)))]
-            drafts.append(right + wrong if sampled[row] else [])
-            slot = (int(lengths[row]) - 1) % BLOCK_SIZE
-            crossed["accepted"] += slot + len(right) >= BLOCK_SIZE
-            crossed["rejected"] += slot + len(right) < BLOCK_SIZE <= slot + len(drafts[-1])
-        return drafts
-
-    monkeypatch.setattr(runner.drafter, "propose", propose)
+    crossed = draft_at_random(drafting, alone, monkeypatch)
     preempt_often(drafting, monkeypatch)
     assert_same(drafting, alone)
     assert min(crossed.values()) > 5

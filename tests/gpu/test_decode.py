@@ -42,6 +42,8 @@ class Scene:
     slots_first: bool = True
     """Whether a slot's value follows its key, as in CUDA's pages."""
     has_sinks: bool = False
+    num_queries: Sequence[int] | None = None
+    """Query tokens of every row, at most its keys; None for one each."""
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -63,7 +65,8 @@ class Scene:
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.state = (table, *regions)
         self.pool = pool
-        shape = (len(self.rows), self.num_heads * self.group_size, self.head_size)
+        num_tokens = sum(self.num_queries or [1] * len(self.rows))
+        shape = (num_tokens, self.num_heads * self.group_size, self.head_size)
         self.query = torch.randn(shape).to(self.dtype)
         self.scale = 1.3 / math.sqrt(self.head_size)
         self.out_dtype, self.descales = self.dtype, None
@@ -72,29 +75,40 @@ class Scene:
             self.descales = torch.rand(3).add(0.5).unbind()
         self.sinks = random_sinks(shape[1]).to(self.out_dtype) if self.has_sinks else None
 
+    @property
+    def most_queries(self) -> int:
+        return max(self.num_queries or [1])
+
+    @property
+    def queries(self) -> list[tuple[int, int, int]]:
+        """Row of every query token, the token, and how many keys of the row it does not see."""
+        numbers = self.num_queries or [1] * len(self.rows)
+        found = [(b, num - 1 - i) for b, num in enumerate(numbers) for i in range(num)]
+        return [(b, token, hidden) for token, (b, hidden) in enumerate(found)]
+
     def expected(self, layer: int) -> Tensor:
         """Return attention by its definition, float64."""
         out = torch.zeros(self.query.shape, dtype=torch.float64)
         of_query, of_keys, of_values = map(float, self.descales or (1, 1, 1))
-        for b in range(len(self.rows)):
+        for b, token, hidden in self.queries:
             for j in range(out.shape[1]):
                 head = j // self.group_size
-                length = int(self.lengths[layer, b, head])
-                if length:
+                length = int(self.lengths[layer, b, head]) - hidden
+                if length > 0:
                     pages = self.pool[self.pages[layer][b][head]].double()
                     slots = pages.flatten(0, 1)[:length]
                     k, v = slots.chunk(2, dim=1)
-                    query = self.query[b, j].double() * of_query
+                    query = self.query[token, j].double() * of_query
                     logits = k * of_keys @ query * self.scale
                     if self.sinks is not None:
                         logits = torch.cat((logits, self.sinks[j : j + 1].double()))
-                    out[b, j] = logits.softmax(0)[:length] @ v * of_values
+                    out[token, j] = logits.softmax(0)[:length] @ v * of_values
         return out
 
     def plan(self, num_programs: int, chunk: int, device: str = "cpu") -> DecodePlan:
         """Return a plan with poisoned buffers."""
         sizes = (self.num_layers, len(self.rows), self.num_heads, self.group_size, self.head_size)
-        plan = DecodePlan.allocate(*sizes, chunk, num_programs, device)
+        plan = DecodePlan.allocate(*sizes, chunk, num_programs, device, self.most_queries)
         for ints in (plan.ends, plan.first):
             ints.fill_(-1)
         plan.partials.fill_(NAN)
@@ -119,7 +133,10 @@ class Scene:
             query = torch.cat((self.query, self.query), dim=1).to(device)[:, : len(out[0])]
             sinks = None if self.sinks is None else self.sinks.to(device)
             descales = self.descales and tuple(x.to(device) for x in self.descales)
-            rest = (layer, self.scale, plan, out, sinks, descales)
+            rest = [layer, self.scale, plan, out, sinks, descales]
+            if self.num_queries is not None:
+                starts = torch.tensor([0, *self.num_queries]).cumsum(0).int().to(device)
+                rest += [starts, self.most_queries]
             decode(query, keys, values, table, lengths, *regions, *rest)
             outs.append(out.cpu())
         return outs
@@ -129,7 +146,8 @@ class Scene:
         for layer, out in enumerate(outs):
             expected = self.expected(layer)
             torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-            assert not out[(self.seq_lens == 0)].any()
+            empty = [token for b, token, _ in self.queries if not self.seq_lens[b]]
+            assert not out[empty].any()
 
 
 @st.composite
@@ -139,7 +157,11 @@ def scenes(draw: st.DrawFn) -> Callable[[], Scene]:
     size = draw(st.sampled_from([4, 6, 16]))
     rows, has_sinks = draw(rows_of(layers * heads, size)), draw(st.booleans())
     sizes = {"group_size": 1, "head_size": 8, "block_size": size}
-    return lambda: Scene(layers, heads, rows, **sizes, has_sinks=has_sinks)
+    # The keys of the last tokens are in the tail of every head.
+    tails = [row.seq_len - row.replaced * size for row in rows]
+    numbers = [draw(st.integers(0, min(tail, 5)) if tail else st.integers(0, 2)) for tail in tails]
+    queries = draw(st.sampled_from([None, numbers])) if any(numbers) else None
+    return lambda: Scene(layers, heads, rows, **sizes, has_sinks=has_sinks, num_queries=queries)
 
 
 def test_the_fixture_chooses_the_kernels(device: str) -> None:
@@ -215,6 +237,16 @@ def test_any_number_of_programs_shares_the_work(device: str, num_programs: int, 
     scene.check(scene.run(device, num_programs, chunk))
 
 
+@pytest.mark.parametrize(("num_programs", "chunk"), [(1, 64), (5, 32), (31, 16), (90, 32)])
+@pytest.mark.parametrize("numbers", [(4, 4, 4, 4, 1, 4), (3, 0, 4, 1, 1, 2)])
+def test_a_row_may_have_drafts(
+    device: str, num_programs: int, chunk: int, numbers: tuple[int, ...]
+) -> None:
+    """As many in all rows, as in a graph, or not; a chunk may hold the last ones alone."""
+    scene = Scene(2, 3, RAGGED, has_sinks=chunk == 16, num_queries=numbers)
+    scene.check(scene.run(device, num_programs, chunk))
+
+
 def test_the_same_call_gives_the_same_bits(device: str) -> None:
     """Of a sequence, too, with more parts than one tile of the second launch."""
     scene = Scene(1, 1, [Row(803), Row(3)])
@@ -233,9 +265,11 @@ def test_formats(
 ) -> None:
     rows = [Row(2 * block_size + 1), Row(5 * block_size, 1, 3, (2, 0)), Row(0)]
     scene = Scene(1, 2, rows, group_size, head_size, block_size, dtype, has_sinks=group_size > 1)
-    scene.check(scene.run(device, 3, 64))
-    with pytorch_on_cpu():
-        scene.check(scene.run("cpu", 3, 64))
+    for queries in (None, [3, 4, 1]):
+        scene = replace(scene, num_queries=queries)
+        scene.check(scene.run(device, 3, 64))
+        with pytorch_on_cpu():
+            scene.check(scene.run("cpu", 3, 64))
 
 
 def test_transposed_pages_and_large_logits(device: str) -> None:
@@ -256,7 +290,7 @@ def test_a_step_without_tokens_is_zero(device: str) -> None:
 def test_buffers_serve_fewer_rows(device: str) -> None:
     scene = Scene(2, 3, RAGGED)
     larger = replace(scene, rows=[*RAGGED, Row(5), Row(9)])
-    plan = larger.plan(4, 16).for_sequences(3 * len(RAGGED))
+    plan = larger.plan(4, 16).for_sequences(3 * len(RAGGED), scene.group_size)
     with pytorch_on_cpu():
         expected = scene.plan(4, 16)
         plan_decode(scene.lengths, expected)
@@ -305,6 +339,8 @@ def test_wrong_arguments_are_named() -> None:
         "out": out[1:],
         "sinks": torch.zeros(5),
         "descales": (torch.ones(()), torch.ones(2), torch.ones(())),
+        "starts": torch.zeros(len(RAGGED)).int(),
+        "most_queries": 0,
     }
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"^{name} "):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from oracle.emulation import Cutter, Eviction, Moment, Oracle
-from tests.engine import test_recall, test_summaries
+from tests.engine import test_recall, test_speculation, test_summaries
 from tests.engine.running import Ask, SteppedEngine, assert_close, engine
 from tests.engine.test_engine import BUDGETS, album, budget, tgv
 from tests.models import LLAVA_IMAGE, QWEN_IMAGE, random_text
@@ -136,6 +136,31 @@ def test_tokens_come_back(tiny_model: Callable[..., Path], runner: str, eager: b
     with engine(folder, settings, enforce_eager=eager, **OPTIONS) as running:
         assert_runner(running, runner)
         test_recall.assert_close(running, Oracle(folder))
+
+
+@pytest.mark.parametrize("decode_kernel", ["stock", "triton"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("method", test_speculation.METHODS)
+def test_drafts_over_compressed_rows(
+    tiny_model: Callable[..., Path],
+    method: str,
+    eager: bool,
+    decode_kernel: str,
+    runner: str,
+) -> None:
+    """By n-grams, and with model runner V1 by a model. Wrong ones change nothing."""
+    if runner == "1" and method != "ngram":
+        pytest.skip("the plugin refuses draft models on model runner V2")
+    folder = tiny_model("llava", image_size=112, head_size=64)
+    drafts = test_speculation.speculative_config(folder, method)
+    if method == "ngram":
+        drafts = {**drafts, "prompt_lookup_min": 1}
+    settings = tgv("head", decode_kernel=decode_kernel)
+    more = {"async_scheduling": False, "disable_log_stats": False, "enforce_eager": eager}
+    with engine(folder, settings, speculative_config=drafts, **more, **OPTIONS) as running:
+        assert_runner(running, runner)
+        assert_close(running, Oracle(folder), requests(LLAVA_IMAGE))
+        assert test_speculation.draft_counts(running)[0] > 50
 
 
 def test_a_prompt_that_ends_with_one_token(

@@ -38,6 +38,7 @@ from vllm_tgvkv.config.server import EvictionConfig
 from vllm_tgvkv.kernels import page_tables
 from vllm_tgvkv.kernels.checks import indexable
 from vllm_tgvkv.kernels.decode import DecodePlan, decode
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 from vllm_tgvkv.shared.plan import Observation, StepPlan
 from vllm_tgvkv.summaries import blocks as summary_blocks
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
@@ -83,6 +84,7 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
     """However many layers' tables fit at once and rows a launch, after rows of other numbers.
 
     Some layers may have learned sinks. The cache may be fp8, with scales of both of vLLM's shapes.
+    Rows may have drafts, all as many (as in a graph) or not.
     """
     layers, heads, size = batch.layers, batch.heads, batch.block_size
     shape = CacheShape(layers, heads, group_size=2, head_size=4, block_size=size)
@@ -94,6 +96,17 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
     of_query, of_keys, of_values = descales = torch.rand(1), torch.rand(()), torch.rand(1)
     scales: Any = SimpleNamespace(_q_scale=of_query, _k_scale=of_keys, _v_scale=of_values)
     num_rows, max_rows = len(table), len(table) + data.draw(st.integers(0, 3))
+    # Drafts are in the tail of every head. Rows without tokens pad a graph.
+    replaced = batch.gathered[3]
+    tails = [length for length in (seq_lens - replaced * size).tolist() if length]
+    most, is_uniform = data.draw(st.integers(1, 3)), data.draw(st.booleans())
+    if is_uniform:
+        most = min(most, *tails, 3)
+    numbers = [
+        most if is_uniform else data.draw(st.integers(1, min(most, tail or most)))
+        for tail in (seq_lens - replaced * size).tolist()
+    ]
+    ends = [0, *torch.tensor(numbers).cumsum(0).tolist()]
     of_layer = 4 * max_rows * heads * batch.width
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(
@@ -105,27 +118,34 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
             flash_attn, "flash_attn_varlen_func", flash_on_cpu.attend, raising=False
         )
         summaries = SummaryBlocks(pool, state_of, are_used=False)
-        kernel = FlashKernel(summaries, max_rows, batch.width)
+        kernel = FlashKernel(summaries, max_rows, batch.width, most)
 
         def attend(first: int, end: int, takes_turns: bool) -> list[torch.Tensor]:
+            rows_per_launch = data.draw(st.integers(1, max_rows))
+            starts = torch.tensor(ends[first : end + 1]).int()
+            given = None if is_uniform else (starts, starts)
+            are_single = ends[end] == end and not is_uniform
             rows = RaggedTokens(
                 table[first:end],
                 seq_lens[first:end],
                 max_seq_len=layers * 8 * size,
-                rows_per_launch=data.draw(st.integers(1, max_rows)),
+                rows_per_launch=rows_per_launch,
                 num_splits=0,
                 kernel=kernel,
-                tokens=slice(first, end),
+                tokens=slice(ends[first], ends[end]),
                 takes_turns=takes_turns,
+                queries=()
+                if most == 1 or are_single
+                else kernel.queries(end - first, rows_per_launch, given),
             )
             outputs = []
             for layer in range(layers):
                 outputs.append(torch.full(query.shape, float("nan")))
                 impl = make_impl(layer, pool, sinks=sinks[layer])
                 impl.attend_ragged(rows, scales, query, outputs[-1])
-            return [output[first:end] for output in outputs]
+            return outputs
 
-        query = torch.randn(num_rows, heads * 2, 4)
+        query = torch.randn(ends[-1], heads * 2, 4)
         if is_fp8:
             query = query.to(FP8["fp8"])
         sinks = [
@@ -135,13 +155,14 @@ def test_attention_equals_the_reference(batch: Batch, data: st.DataObject) -> No
         outputs = attend(0, num_rows, takes_turns=data.draw(st.booleans()))
     lengths = torch.empty(layers, num_rows, heads, dtype=torch.int32)
     page_tables.write_lengths(*batch.pooled, size, lengths)
-    plan = DecodePlan.allocate(layers, num_rows, heads, 2, 4, 16, 1, "cpu")
+    plan = DecodePlan.allocate(layers, num_rows, heads, 2, 4, 16, 1, "cpu", most)
     of_query, of_keys, of_values = descales if is_fp8 else torch.ones(3)
     for layer, output in enumerate(outputs):
         expected = torch.full(query.shape, float("nan"), dtype=torch.float64)
         pages = (pool.keys.double() * of_keys, pool.values.double() * of_values)
         given = (table, lengths, *state, layer, 0.3, plan, expected, sinks[layer])
-        decode(query.double() * of_query, *pages, *given)
+        starts = torch.tensor(ends).int()
+        decode(query.double() * of_query, *pages, *given, None, starts, most)
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -160,10 +181,15 @@ class Requests:
     """Tokens of every prompt in the step."""
     replays: tuple[int, ...] = ()
     look_ups: list[Any] = field(default_factory=list)
+    num_drafts: int = 0
+    """Most drafts of a request that decodes."""
+    undrafted: int = 0
+    """Requests that decode, the first ones, which have none in this step."""
 
     def common(self, max_seq_len: int = 32768) -> CommonAttentionMetadata:
         """The batch as the model runner describes it."""
-        lengths = [*[1] * self.num_decodes, *self.prefills, *self.replays]
+        drafting = [1 + self.num_drafts] * (self.num_decodes - self.undrafted)
+        lengths = [*[1] * self.undrafted, *drafting, *self.prefills, *self.replays]
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         num_rows, num_tokens = len(lengths), sum(lengths)
         device = {"dtype": torch.int32, "device": "meta"}
@@ -208,6 +234,7 @@ class Requests:
             max_cudagraph_size=512 if graphs else None,
             attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
             aot_schedule=version == 3,
+            reorder_batch_threshold=1 + self.num_drafts,
         )
         live = Regions(2000, SHAPE, torch.device("meta"))
         prompts = range(self.num_decodes, self.num_decodes + len(self.prefills))
@@ -232,6 +259,8 @@ class Counts(TorchDispatchMode):
         """Shapes of what each launch wrote."""
         self.attention: list[tuple[int, int]] = []
         """Virtual sequences and splits of each launch."""
+        self.queries: list[tuple[int, int]] = []
+        """Queries of each launch, and the most of a sequence."""
         self.sinks: list[tuple[int, int]] = []
         """Virtual sequences and query heads of each launch that applies sinks."""
         self.merged: list[int] = []
@@ -274,8 +303,10 @@ class Counts(TorchDispatchMode):
 
     def _attend(self, **arguments: Any) -> Any:
         size = len(arguments["seqused_k"])
-        assert len(arguments["q"]) == len(arguments["out"]) == len(arguments["block_table"]) == size
+        assert len(arguments["q"]) == len(arguments["out"])
+        assert len(arguments["block_table"]) == size
         assert len(arguments["cu_seqlens_q"]) == size + 1
+        self.queries.append((len(arguments["q"]), arguments["max_seqlen_q"]))
         self.attention.append((size, arguments["num_splits"]))
         return ("output", "log sums") if arguments["return_softmax_lse"] else "output"
 
@@ -341,6 +372,45 @@ def test_host_budget_of_a_decode_step(graphs: bool) -> None:
     assert attending.attention == [(512, 32)] * SHAPE.num_layers
     assert (attending.host, attending.torch) == (0, 0)
     assert attending.views <= 4 * SHAPE.num_layers + 3 + 6 * num_writes + 1
+    assert attending.queries == [(512, 1)] * SHAPE.num_layers
+
+
+def test_drafts_add_two_copies_a_layer() -> None:
+    """Of the queries and the outputs; tables and sequences are those of rows without drafts.
+
+    A graph has the same order of queries for every batch: nothing is made for a step.
+    """
+    requests = Requests(64, num_drafts=3)
+    building, attending = counted(requests, graphs=True)
+    _, plain = counted(Requests(64), graphs=True)
+    assert (building.host, building.torch, building.views) == (0, 0, 4)
+    assert attending.attention == plain.attention
+    assert attending.tables == plain.tables
+    assert attending.queries == [(4 * 512, 4)] * SHAPE.num_layers
+    assert (attending.host, attending.torch) == (0, 3 * SHAPE.num_layers)  # one is an allocation
+    _, attending = counted(Requests(1024, num_drafts=1), graphs=True)
+    assert {
+        num // size
+        for (num, _), (size, _) in zip(attending.queries, attending.attention, strict=True)
+    } == {2}
+    assert len(attending.attention) == 9 * SHAPE.num_layers
+
+
+@pytest.mark.parametrize("prefills", [(), (100,)])
+def test_rows_with_and_without_drafts_share_a_launch(prefills: tuple[int, ...]) -> None:
+    """Their order is made on the host, once a step. No row of a prompt is ragged."""
+    requests = Requests(64, prefills, num_drafts=3, undrafted=40)
+    building, attending = counted(requests, graphs=True)
+    assert building.torch <= 2 + len(prefills)
+    assert building.host <= 32
+    assert requests.look_ups == list(range(64, 64 + len(prefills)))
+    assert attending.attention == [(512, 32)] * SHAPE.num_layers
+    assert attending.queries == [((40 + 24 * 4) * 8, 4)] * SHAPE.num_layers
+    assert attending.stock == SHAPE.num_layers * bool(prefills)
+    undrafted = Requests(64, prefills, num_drafts=3, undrafted=64)
+    _, attending = counted(undrafted, graphs=True)
+    assert attending.queries == [(512, 1)] * SHAPE.num_layers
+    assert attending.torch == 0
 
 
 @pytest.mark.parametrize("kernel", ["stock", "triton"])
@@ -360,6 +430,20 @@ def test_every_kernel_of_a_ragged_row_runs_before_the_first_request(
         assert (len(counts.tables), counts.attention, called) == (1, [(SHAPE.num_heads, 32)], [])
     else:
         assert (counts.tables, counts.attention, called) == ([], [], ["plan_decode", "decode"])
+    with Counts() as counts:
+        Requests(1, num_drafts=3).builder(decode_kernel=kernel).warm_up(layer)
+    if kernel == "stock":
+        assert counts.queries == [(SHAPE.num_heads, 1), (4 * SHAPE.num_heads, 4)]
+    else:
+        assert called[2:] == ["plan_decode", "decode"] * 2
+
+
+def test_our_kernel_takes_a_bounded_number_of_drafts() -> None:
+    """With 4 query heads of each KV head."""
+    Requests(1, num_drafts=15).builder(decode_kernel="triton")
+    with pytest.raises(UnsupportedByEvictionError, match="with num_speculative_tokens 16 and"):
+        Requests(1, num_drafts=16).builder(decode_kernel="triton")
+    Requests(1, num_drafts=16).builder()
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -404,8 +488,8 @@ def test_a_server_that_waits_adds_one_launch_a_layer(num_waiting: int) -> None:
             for row in range(num_waiting)
         ]
         builder.observer.begin_step(StepPlan(observations=chunks))
-        assert not builder.observer.has_work(single_tokens=True)
-        assert builder.observer.has_work(single_tokens=False) == bool(chunks)
+        assert not builder.observer.has_work(may_be_graph=True)
+        assert builder.observer.has_work(may_be_graph=False) == bool(chunks)
         with Counts() as counts:
             metadata = builder.build(0, common)
         return counts, metadata
@@ -452,7 +536,7 @@ def test_only_servers_that_wait_store_queries_in_graphs(
     part: Any = SimpleNamespace(request_id="a", stored=np.ones(1, np.int64))
     builder.observer.begin_step(StepPlan(**{work: [part]}))
     in_graph = work == "evictions" or (bool(settings) and work == "observations")
-    assert builder.observer.has_work(single_tokens=True) == (not in_graph)
+    assert builder.observer.has_work(may_be_graph=True) == (not in_graph)
     builder.observer.begin_step(StepPlan())
     metadata = builder.build(0, requests.common())
     assert (metadata.stored_queries is not None) == bool(settings)

@@ -31,7 +31,7 @@ from tests.inputs import assert_says, head_scores, write_gates
 from vllm_tgvkv.attention.base import check_layer
 from vllm_tgvkv.attention.sinks import sinks_of
 from vllm_tgvkv.config.server import CONFIG_KEY, EvictionConfig, config_of
-from vllm_tgvkv.engine import platforms
+from vllm_tgvkv.engine import compatibility, platforms
 from vllm_tgvkv.engine.compatibility import check_vllm_config
 from vllm_tgvkv.engine.flash_versions import flash_version
 from vllm_tgvkv.engine.patches import ASYNC_SCHEDULER_CLS, SCHEDULER_CLS
@@ -518,7 +518,24 @@ CHANGED = [
         for kind, ranks in (("layer", 2), ("head", 4))
         for mix in (MAXIMA, {"base": "snapkv", "score": "retentive_spread"})
     ),
-    on_gpu("by ngram on this platform yet ... remove", **DRAFTING),
+    changed(
+        "a draft model and steps that are scheduled ahead yet: use --no-async-scheduling, remove "
+        "--speculative-config",
+        {"scheduler_config.async_scheduling": True},
+        speculative_config=DRAFTS,
+    ),
+    on_gpu(
+        "by ngram of a hybrid model (gated delta nets and full attention) on this platform yet: "
+        "remove --speculative-config",
+        model="hybrid",
+        enable_prefix_caching=False,
+        **DRAFTING,
+    ),
+    on_gpu(
+        "by mtp yet: use one of the methods ngram, draft_model, eagle, eagle3 in",
+        {"speculative_config.method": "mtp"},
+        **DRAFTING,
+    ),
     on_gpu(
         "--attention-config.backend_per_kind {'full_attention': 'FLASHINFER'} yet: remove it or "
         "use FLASH_ATTN, which is extended",
@@ -748,6 +765,34 @@ def test_supported_models_get_the_plugins_classes(
         assert not config.scheduler_config.async_scheduling  # vLLM's choice on CPU
     flash_on_cpu.schedule_ahead(monkeypatch)
     assert configure(plain).scheduler_config.scheduler_cls == ASYNC_SCHEDULER_CLS
+
+
+def test_drafts_on_a_gpu(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By n-grams with both model runners; by a model with V1, and heads that any kernel reads."""
+    by_ngrams = configure(plain, speculative_config=NGRAM)
+    drafting = configure(plain, speculative_config={**DRAFTS, "model": plain})
+    check_on_cuda(drafting)
+    head_size = drafting.speculative_config.draft_model_config.get_head_size()
+    for most, version, is_refused in (
+        (head_size, 3, False),
+        (head_size, 4, True),
+        (head_size - 1, None, True),
+        (head_size + 1, 4, False),
+    ):
+        monkeypatch.setattr(compatibility, "flash_version", lambda *_, v=version: (v, None))
+        platform = replace(platforms.CUDA, most_head_size=most)
+        refusals = compatibility._draft_refusals(drafting, platform)
+        said = [what for refused, what, _ in refusals if refused]
+        large = f"a draft model with heads of {head_size} values on this GPU"
+        assert said == [large] * is_refused
+    monkeypatch.undo()
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
+    check_on_cuda(by_ngrams)
+    assert_says(
+        refusal_of(drafting, platforms.CUDA),
+        "--kv-eviction ... a draft model on vLLM's model runner V2 yet: set "
+        "VLLM_USE_V2_MODEL_RUNNER=0, remove --speculative-config",
+    )
 
 
 @pytest.mark.parametrize("eviction", [{}, {CONFIG_KEY: {"policy": "none"}}])

@@ -157,7 +157,7 @@ def test_a_later_cut_takes_few_launches(
     evictor.regions.add(first.request_id, int(region[0]), num_kept, first.num_replaced, 0)
     evictor.record_decodes(64)
     evictor.begin_step(StepPlan(observations=[last], evictions=[later]))
-    assert not evictor.has_work(single_tokens=True), "the step may be a graph"
+    assert not evictor.has_work(may_be_graph=True), "the step may be a graph"
     before = kernel.num_launches
     with Launches() as launches:
         evictor.evict_stored()

@@ -87,23 +87,28 @@ def step(new_blocks: dict[str, list[int] | None], *resumed: str) -> SchedulerOut
 
 @pytest.mark.parametrize("observes", [True, False])
 @pytest.mark.parametrize("mixed", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE])
+@pytest.mark.parametrize("row_tokens", [1, 2])
 def test_v1_runs_attention_of_single_tokens_outside_of_graphs_if_it_is_observed(
-    observes: bool, mixed: CUDAGraphMode
+    observes: bool, mixed: CUDAGraphMode, row_tokens: int
 ) -> None:
-    """By vLLM's dispatcher, with graphs for decode steps, and piecewise or none for the others."""
+    """By vLLM's dispatcher, with graphs for decode steps, and piecewise or none for the others.
+
+    Or the attention of as many tokens of each request, if each has a draft.
+    """
     config = VllmConfig()
     dispatcher = CudagraphDispatcher(config)
     config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8]
     config.compilation_config.max_cudagraph_capture_size = 8
     piecewise = mixed == CUDAGraphMode.PIECEWISE
     both, alone = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
-    dispatcher.initialize_cudagraph_keys(both if piecewise else alone)
+    dispatcher.uniform_decode_query_len = row_tokens
+    dispatcher.initialize_cudagraph_keys(both if piecewise else alone, row_tokens)
     ours = runner(
         EvictingModelRunnerV1,
         observes,
         vllm_config=config,
         model_config=SimpleNamespace(is_encoder_decoder=False),
-        uniform_decode_query_len=1,
+        uniform_decode_query_len=row_tokens,
         input_batch=SimpleNamespace(lora_id_to_lora_request={}),
         cudagraph_dispatcher=dispatcher,
     )
@@ -117,8 +122,10 @@ def test_v1_runs_attention_of_single_tokens_outside_of_graphs_if_it_is_observed(
         )
         return found
 
-    assert mode(1, 1) == (mixed if observes else CUDAGraphMode.FULL)
-    assert mode(1, 7) == mixed
+    assert mode(row_tokens, row_tokens) == (mixed if observes else CUDAGraphMode.FULL)
+    assert mode(row_tokens, 8 - row_tokens) == mixed
+    if row_tokens > 1:
+        assert mode(1, 1) == mixed
 
 
 @pytest.mark.parametrize("observes", [True, False])

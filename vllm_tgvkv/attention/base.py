@@ -152,13 +152,18 @@ class EvictingBuilder(Generic[Rows]):
         metadata = EvictingMetadata(ragged, stock, tokens)
         if observer is None:
             return metadata
-        are_single, first_token = common.max_query_len == 1, self._first_token(common)
-        if observer.has_work(are_single):
+        may_be_graph, first_token = self.may_be_graph(common), self._first_token(common)
+        if observer.has_work(may_be_graph):
             observer.prepare(first_token)
             metadata.observer = observer
-        elif are_single:  # which may be a graph
-            metadata.stored_queries = observer.stored_queries(common.num_reqs, first_token)
+        elif may_be_graph:
+            num_tokens = common.num_actual_tokens
+            metadata.stored_queries = observer.stored_queries(num_tokens, first_token)
         return metadata
+
+    def may_be_graph(self, common: CommonAttentionMetadata) -> bool:
+        """Return whether a step that is not observed may be replayed as one graph."""
+        return common.max_query_len == 1
 
     def warm_up(self, layer: AttentionLayer) -> None:
         """Compile what ragged rows need, given the first evicted layer."""
@@ -355,6 +360,22 @@ def without_rows(common: CommonAttentionMetadata, num_first: int, others: Sequen
         slot_mapping=common.slot_mapping[tokens],
     )
     return rest, tokens
+
+
+def queries_by_head(
+    first_tokens: torch.Tensor, num_tokens: torch.Tensor, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order queries by row, then KV head, then token.
+
+    `first_tokens` and `num_tokens` are int32 [R]. Returns their indices in [tokens * H],
+    int64 [T * H], and each sequence's first, int32 [R * H + 1].
+    """
+    lengths = num_tokens.repeat_interleave(num_heads)
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    token = torch.arange(len(sequence)) - starts[sequence] + first_tokens[sequence // num_heads]
+    return token * num_heads + sequence % num_heads, starts
 
 
 def evicting_spec(spec: AttentionSpec) -> AttentionSpec:

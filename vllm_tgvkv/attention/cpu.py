@@ -38,6 +38,7 @@ from vllm_tgvkv.attention.base import (
     EvictingImpl,
     Split,
     Tokens,
+    queries_by_head,
     unsplit,
     without_rows,
     write_back,
@@ -242,7 +243,7 @@ class EvictingCPUMetadataBuilder(EvictingBuilder[VirtualSequences], CPUAttention
         else:
             tokens = slice(None)
             first_tokens = common.query_start_loc[rows]
-            queries, starts = _queries_by_head(first_tokens, num_tokens, heads_at_once)
+            queries, starts = queries_by_head(first_tokens, num_tokens, heads_at_once)
             if self._has_sinks:
                 queries = _of_each_head(queries, num_heads)
         block_table, seq_lens = common.block_table_tensor[rows], common.seq_lens[rows]
@@ -377,22 +378,6 @@ def _by_call(of_sequences: torch.Tensor, by_head: bool) -> Sequence[torch.Tensor
 def _of_each_head(tokens: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return the places of tokens' queries in [tokens * H], head by head, int64 [H * T]."""
     return (tokens * num_heads + torch.arange(num_heads)[:, None]).flatten()
-
-
-def _queries_by_head(
-    first_tokens: torch.Tensor, num_tokens: torch.Tensor, num_heads: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order queries by row, then KV head, then token.
-
-    `first_tokens` and `num_tokens` are int32 [R]. Returns their indices in [tokens * H],
-    int64 [T * H], and each sequence's first, int32 [R * H + 1].
-    """
-    lengths = num_tokens.repeat_interleave(num_heads)
-    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
-    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-    token = torch.arange(len(sequence)) - starts[sequence] + first_tokens[sequence // num_heads]
-    return token * num_heads + sequence % num_heads, starts
 
 
 def check_page_format(

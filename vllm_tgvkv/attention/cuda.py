@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's FlashAttention backend, extended to caches whose heads differ in length.
 
-Tokens of compressed requests, and all decode tokens of a batch with such requests, are *ragged
-rows*: one virtual sequence per (token, KV head), over pages instead of blocks. Prefill chunks run
-as in stock.
+Compressed requests, and all requests that decode in a batch with such requests, are *ragged rows*:
+one virtual sequence per (row, KV head), over pages instead of blocks. Prefill chunks run as in
+stock. A row has one token, or several with drafts to verify.
 
 A decode step is a captured graph: its metadata are persistent tensors, and everything that depends
 on them (lengths, page tables) is computed by kernels inside the graph. So a graph is right for
 every later batch of its size, and building the metadata of such a step costs the host nothing.
+With K drafts, it has 1 + K tokens of each row; steps with others run outside of graphs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from vllm import envs
 from vllm.utils.math_utils import cdiv
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -36,14 +39,17 @@ from vllm_tgvkv.attention.base import (
     EvictingBuilder,
     EvictingImpl,
     Split,
+    queries_by_head,
     unsplit,
     without_rows,
 )
 from vllm_tgvkv.attention.observer import Observer
 from vllm_tgvkv.cache.pages import CacheShape, PagePool
 from vllm_tgvkv.cache.regions import Regions
-from vllm_tgvkv.kernels.decode import DecodePlan, Descales, decode, plan_decode
+from vllm_tgvkv.kernels.checks import indexable
+from vllm_tgvkv.kernels.decode import MOST_QUERIES, DecodePlan, Descales, decode, plan_decode
 from vllm_tgvkv.kernels.sinks import apply_sinks
+from vllm_tgvkv.shared.errors import UnsupportedByEvictionError
 from vllm_tgvkv.summaries.blocks import SummaryBlocks
 
 _TABLE_BYTES = 64 << 20
@@ -70,24 +76,38 @@ def most_split_sequences(max_rows: int, num_heads: int, num_splits: int) -> int:
 
 
 @dataclass
+class Queries:
+    """The query tokens of the rows of a launch, where rows may have several."""
+
+    starts: torch.Tensor
+    """First query of every virtual sequence of FlashAttention, int32 [r * H + 1]; of every row for
+    this package's kernel, int32 [R + 1]."""
+    order: torch.Tensor | None = None
+    """Places of the sequences' queries in [T * H], row by row, head by head, int64 [t * H]; None if
+    the kernel finds them itself."""
+
+
+@dataclass
 class RaggedTokens:
-    """R tokens that attend as virtual sequences, one for each of their KV heads."""
+    """R rows that attend as virtual sequences, one for each of their KV heads."""
 
     block_table: torch.Tensor
-    """Of each token's request, int32 [R, W]."""
+    """Of each row's request, int32 [R, W]."""
     seq_lens: torch.Tensor
-    """Keys of the request up to the token, evicted ones counted, int32 [R]."""
+    """Keys of the request up to the row's last token, evicted ones counted, int32 [R]."""
     max_seq_len: int
     """Upper bound of the virtual sequences' lengths."""
     rows_per_launch: int
-    """Tokens that one launch of FlashAttention takes."""
+    """Rows that one launch of FlashAttention takes."""
     num_splits: int
     """Parts that a sequence may be split into; 0 leaves it to FlashAttention 2."""
     kernel: RaggedKernel
     tokens: slice
     """Their places in the batch."""
     takes_turns: bool
-    """Whether other tokens use the kernel's memory as well, layer by layer."""
+    """Whether other rows use the kernel's memory as well, layer by layer."""
+    queries: Sequence[Queries] = ()
+    """Of every launch; empty if each row has one token."""
 
     def __len__(self) -> int:
         return len(self.seq_lens)
@@ -98,16 +118,18 @@ class RaggedTokens:
 
 
 class RaggedKernel:
-    """Attention of at most `max_rows` ragged tokens: a kernel and the memory of its inputs.
+    """Attention of at most `max_rows` ragged rows: a kernel and the memory of its inputs.
 
     Graphs refer to that memory. The first layer fills it, in the graph if there is one. Where
-    several sets of tokens take turns in each layer, every layer fills it.
+    several sets of rows take turns in each layer, every layer fills it. A row has at most
+    `most_queries` tokens.
     """
 
-    def __init__(self, regions: Regions, max_rows: int) -> None:
+    def __init__(self, regions: Regions, max_rows: int, most_queries: int = 1) -> None:
         self.shape = shape = regions.shape
         self.regions = regions
         self.max_rows = max_rows
+        self.most_queries = most_queries
         self.device = regions.offsets.device
         size = (shape.num_layers, max_rows, shape.num_heads)
         self._lengths = torch.zeros(size, dtype=torch.int32, device=self.device)
@@ -122,7 +144,18 @@ class RaggedKernel:
     ) -> None:
         """Attend to the pages of the layer of `impl`; to be called layer by layer.
 
-        `query` and `output` are [R, H * G, D]. `descales` are the layer's, if its cache is fp8.
+        `query` and `output` are [T, H * G, D]. `descales` are the layer's, if its cache is fp8.
+        """
+        raise NotImplementedError
+
+    def queries(
+        self, num_rows: int, size: int, starts: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> Sequence[Queries]:
+        """Return the query tokens of rows with several, of every launch of at most `size` rows.
+
+        Args:
+            starts: first token of every row, and the end of the last, int32 [R + 1] on the device
+                and on the host; None if all have `most_queries` tokens, as in a graph.
         """
         raise NotImplementedError
 
@@ -140,8 +173,10 @@ class FlashKernel(RaggedKernel):
     rows' for some of them at a time.
     """
 
-    def __init__(self, summaries: SummaryBlocks, max_rows: int, width: int) -> None:
-        super().__init__(summaries.regions, max_rows)
+    def __init__(
+        self, summaries: SummaryBlocks, max_rows: int, width: int, most_queries: int = 1
+    ) -> None:
+        super().__init__(summaries.regions, max_rows, most_queries)
         self._width = width
         self._summaries = summaries
         shape = self.shape
@@ -152,6 +187,14 @@ class FlashKernel(RaggedKernel):
         self._rows_of_tables = size // (shape.num_heads * width)
         """Rows whose tables of one layer fit the buffer."""
         self._starts: Callable[[int], torch.Tensor] = cache(lambda number: starts[: number + 1])
+        self._all_queries: Queries | None = None
+        """Of `max_rows` rows that all have `most_queries` tokens."""
+        if most_queries > 1:
+            tokens = torch.arange(max_rows * most_queries, device=self.device)
+            heads = torch.arange(shape.num_heads, device=self.device)
+            by_row = tokens.view(-1, 1, most_queries) * shape.num_heads
+            order = (by_row + heads[:, None]).flatten()
+            self._all_queries = Queries(starts * most_queries, order)
         self._layer_lengths: tuple[torch.Tensor, ...] = ()
         """Of the current rows, int32 [R * H] for every layer."""
         self._layer_tables: tuple[torch.Tensor, ...] = ()
@@ -175,16 +218,18 @@ class FlashKernel(RaggedKernel):
         layer, shape = impl.layer, self.shape
         if rows.fills_at(layer):
             self._layer_lengths = self._write_lengths(rows).flatten(1).unbind()
-        # [R, H * G, D] is [R * H, G, D] as well. vLLM's queries may be a slice of a fused
+        # [T, H * G, D] is [T * H, G, D] as well. vLLM's queries may be a slice of a fused
         # projection; then reshaping copies them.
         by_head = (-1, shape.group_size, shape.head_size)
         queries, outputs = query.reshape(by_head), output.view(by_head)
-        inputs = (queries, outputs, self._layer_lengths[layer])
-        size = min(rows.rows_per_launch, self._rows_of_tables)
+        size = self._rows_at_once(rows.rows_per_launch)
         parts = zip(
-            _slices(inputs, size * shape.num_heads), self._tables(rows, layer, size), strict=True
+            self._inputs(rows, layer, size, queries, outputs),
+            self._tables(rows, layer, size),
+            strict=True,
         )
-        for number, ((q, out, lengths), table) in enumerate(parts):
+        log_sums = None
+        for number, ((q, out, lengths, starts, order), table) in enumerate(parts):
             of_fp8 = {}
             if descales is not None:  # of every sequence and its KV head
                 each = (descale.expand(len(lengths), 1) for descale in descales)
@@ -194,8 +239,8 @@ class FlashKernel(RaggedKernel):
                 k=impl.key_pages,
                 v=impl.value_pages,
                 out=out,
-                cu_seqlens_q=self._starts(len(lengths)),
-                max_seqlen_q=1,
+                cu_seqlens_q=starts,
+                max_seqlen_q=1 if order is None else self.most_queries,
                 seqused_k=lengths,
                 max_seqlen_k=rows.max_seq_len,
                 softmax_scale=impl.scale,
@@ -206,7 +251,13 @@ class FlashKernel(RaggedKernel):
                 return_softmax_lse=self._summaries.are_used or impl.sinks is not None,
                 **of_fp8,
             )
-            if impl.sinks is not None:
+            if order is not None:
+                outputs.index_copy_(0, order, out)
+                if impl.sinks is not None:
+                    if log_sums is None:
+                        log_sums = found[1].new_empty(shape.group_size, len(outputs))
+                    log_sums.index_copy_(1, order, found[1])
+            elif impl.sinks is not None:
                 # They differ between KV heads. FlashAttention, to which all virtual sequences have
                 # the same heads, takes one for each of these.
                 apply_sinks(out, found[1], impl.sinks)
@@ -221,6 +272,58 @@ class FlashKernel(RaggedKernel):
                     layer,
                     impl.scale,
                 )
+        if log_sums is not None and impl.sinks is not None:
+            apply_sinks(outputs, log_sums, impl.sinks)
+
+    def queries(
+        self, num_rows: int, size: int, starts: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> Sequence[Queries]:
+        num_heads, size = self.shape.num_heads, self._rows_at_once(size)
+        found = []
+        for first in range(0, num_rows, size):
+            end = min(first + size, num_rows)
+            if starts is None:
+                whole, of_row = self._all_queries, num_heads * self.most_queries
+                assert whole is not None
+                assert whole.order is not None
+                order = whole.order[first * of_row : end * of_row]
+                found.append(Queries(whole.starts[: (end - first) * num_heads + 1], order))
+                continue
+            on_host = starts[1][first : end + 1]
+            made = queries_by_head(on_host[:-1], on_host.diff(), num_heads)
+            order, of_sequences = (async_tensor_h2d(x, self.device) for x in made)
+            found.append(Queries(of_sequences, order))
+        return found
+
+    def _rows_at_once(self, size: int) -> int:
+        """Return the rows of a launch that may have `size`: their tables fit the buffer."""
+        return min(size, self._rows_of_tables)
+
+    def _inputs(
+        self,
+        rows: RaggedTokens,
+        layer: int,
+        size: int,
+        queries: torch.Tensor,
+        outputs: torch.Tensor,
+    ) -> Iterator[
+        tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+    ]:
+        """Yield queries, outputs, lengths, starts and order of every launch.
+
+        Queries of rows with several tokens are copied: a sequence's stand one after the other.
+        """
+        size *= self.shape.num_heads
+        if not rows.queries:
+            for q, out, lengths in _slices((queries, outputs, self._layer_lengths[layer]), size):
+                yield q, out, lengths, self._starts(len(lengths)), None
+            return
+        all_lengths = _slices((self._layer_lengths[layer],), size)
+        for of_launch, (lengths,) in zip(rows.queries, all_lengths, strict=True):
+            assert of_launch.order is not None
+            q = indexable(queries).index_select(0, of_launch.order).view(queries.dtype)
+            out = outputs.new_empty(q.shape)
+            yield q, out, lengths, of_launch.starts, of_launch.order
 
     def _tables(self, rows: RaggedTokens, layer: int, size: int) -> Iterator[torch.Tensor]:
         """Yield the page tables of each launch of `size` rows, int32 [size * H, width]."""
@@ -253,9 +356,18 @@ class FlashKernel(RaggedKernel):
 class TritonKernel(RaggedKernel):
     """This package's kernel, which computes pages instead of reading tables."""
 
-    def __init__(self, regions: Regions, max_rows: int, dtype: torch.dtype) -> None:
-        super().__init__(regions, max_rows)
+    def __init__(
+        self, regions: Regions, max_rows: int, dtype: torch.dtype, most_queries: int = 1
+    ) -> None:
+        super().__init__(regions, max_rows, most_queries)
         shape = self.shape
+        if most_queries > 1 and most_queries * shape.group_size > MOST_QUERIES:
+            raise UnsupportedByEvictionError(
+                f"--kv-eviction does not work with num_speculative_tokens {most_queries - 1} and "
+                f"its own decode kernel, which takes {MOST_QUERIES} queries of a KV head at once "
+                f"and gets {shape.group_size} for each token, yet: draft less, remove "
+                "--speculative-config or leave out --kv-eviction"
+            )
         self._plan = DecodePlan.for_device(
             shape.num_layers,
             max_rows,
@@ -264,7 +376,15 @@ class TritonKernel(RaggedKernel):
             shape.head_size,
             dtype,
             self.device,
+            most_queries,
         )
+        tokens = max_rows * most_queries + 1
+        self._starts = torch.arange(0, tokens, most_queries, dtype=torch.int32, device=self.device)
+
+    def queries(
+        self, num_rows: int, size: int, starts: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> Sequence[Queries]:
+        return [Queries(self._starts[: num_rows + 1] if starts is None else starts[0])]
 
     def attend(
         self,
@@ -276,7 +396,9 @@ class TritonKernel(RaggedKernel):
     ) -> None:
         if rows.fills_at(impl.layer):
             self._current_lengths = self._write_lengths(rows)
-            self._current_plan = self._plan.for_sequences(len(rows) * self.shape.num_heads)
+            group_size, most = self.shape.group_size, self.most_queries if rows.queries else 1
+            num_sequences = len(rows) * self.shape.num_heads
+            self._current_plan = self._plan.for_sequences(num_sequences, group_size * most)
             plan_decode(self._current_lengths, self._current_plan)
         decode(
             query,
@@ -291,6 +413,7 @@ class TritonKernel(RaggedKernel):
             output,
             impl.sinks,
             descales,
+            *((rows.queries[0].starts, self.most_queries) if rows.queries else ()),
         )
 
 
@@ -306,10 +429,15 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
 
     # Python code observes each layer of prompts that end: batches with prefills keep their
     # attention out of graphs.
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = False
-    reorder_batch_threshold = 1  # decode rows first
+    reorder_batch_threshold: int = 1
+    """Most tokens of a decode row; these rows come first."""
     slots_first = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def bind(self, observer: Observer, rows: BatchRows) -> None:
         """Attach the worker's observer, and allocate the kernel's memory, which graphs refer to."""
@@ -322,44 +450,55 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         self._splits = self.aot_schedule
         self._kernel: RaggedKernel
         if observer.decode_kernel == "triton":
-            self._kernel = TritonKernel(observer.regions, max_rows, observer.pool.raw.dtype)
+            dtype = observer.pool.raw.dtype
+            self._kernel = TritonKernel(
+                observer.regions, max_rows, dtype, self.reorder_batch_threshold
+            )
         else:
             width = cdiv(config.model_config.max_model_len, shape.block_size)
-            self._kernel = FlashKernel(observer.summaries, max_rows, width)
+            self._kernel = FlashKernel(
+                observer.summaries, max_rows, width, self.reorder_batch_threshold
+            )
         if self.use_full_cuda_graph:
-            observer.record_decodes(max_rows)
+            observer.record_decodes(max_rows * self.reorder_batch_threshold)
 
     def warm_up(self, layer: AttentionLayer) -> None:
-        """Let the first evicted layer decode a token that nobody has.
+        """Let the first evicted layer decode a token that nobody has, also with drafts.
 
         So all kernels of ragged rows are compiled before the first request, with graphs or without.
         """
         shape, device = self.observer.pool.shape, self.device
         width = cdiv(self.vllm_config.model_config.max_model_len, shape.block_size)
-        rows = self._ragged_tokens(
-            torch.zeros(1, width, dtype=torch.int32, device=device),
-            torch.ones(1, dtype=torch.int32, device=device),
-            max_seq_len=1,
-            tokens=slice(1),
-            takes_turns=False,
-        )
-        size = 1, shape.num_heads * shape.group_size, shape.head_size
-        output = torch.empty(size, dtype=self.vllm_config.model_config.dtype, device=device)
-        query = torch.zeros(size, dtype=self.observer.query_dtype, device=device)
-        layer.impl.attend_ragged(rows, layer, query, output)
+        for num_tokens in sorted({1, self.reorder_batch_threshold}):
+            rows = self._ragged_tokens(
+                torch.zeros(1, width, dtype=torch.int32, device=device),
+                torch.full((1,), num_tokens, dtype=torch.int32, device=device),
+                max_seq_len=num_tokens,
+                tokens=slice(num_tokens),
+                takes_turns=False,
+                have_drafts=num_tokens > 1,
+            )
+            size = num_tokens, shape.num_heads * shape.group_size, shape.head_size
+            output = torch.empty(size, dtype=self.vllm_config.model_config.dtype, device=device)
+            query = torch.zeros(size, dtype=self.observer.query_dtype, device=device)
+            layer.impl.attend_ragged(rows, layer, query, output)
+
+    def may_be_graph(self, common: CommonAttentionMetadata) -> bool:
+        most = self.reorder_batch_threshold
+        return common.max_query_len == most and common.num_actual_tokens == most * common.num_reqs
 
     def split(self, common: CommonAttentionMetadata) -> Split[RaggedTokens]:
-        """Split off all decode tokens, and every token of compressed requests with several.
+        """Split off all decode rows, and every token of compressed requests with more.
 
         Without compressed requests none is ragged, except in a step that may be a graph.
         """
         num_live = self.observer.regions.num_live
-        if common.max_query_len == 1 and (num_live or self.use_full_cuda_graph):
+        if self.may_be_graph(common) and (num_live or self.use_full_cuda_graph):
             # A graph is captured once, without compressed requests, and replayed with them.
             return (self._decode_tokens(common, common.num_reqs),), NOTHING
         if not num_live:
             return unsplit(common)
-        num_decodes, *_ = split_decodes_and_prefills(common, decode_threshold=1)
+        num_decodes, *_ = split_decodes_and_prefills(common, self.reorder_batch_threshold)
         replayed = self._replayed_rows(common, num_decodes)
         ragged = []
         if num_decodes:
@@ -371,13 +510,27 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
     def _decode_tokens(
         self, common: CommonAttentionMetadata, num_rows: int, takes_turns: bool = False
     ) -> RaggedTokens:
-        """Return the first rows of a batch, which have one token each."""
-        tokens = slice(num_rows)
-        block_table, seq_lens = common.block_table_tensor[tokens], common.seq_lens[tokens]
-        return self._ragged_tokens(block_table, seq_lens, common.max_seq_len, tokens, takes_turns)
+        """Return the first rows of a batch, which have at most `reorder_batch_threshold` tokens."""
+        rows, num_tokens, starts = slice(num_rows), num_rows, None
+        if self.reorder_batch_threshold > 1:
+            if self.may_be_graph(common):
+                num_tokens = common.num_actual_tokens
+            else:
+                of_rows = slice(num_rows + 1)
+                starts = common.query_start_loc[of_rows], common.query_start_loc_cpu[of_rows]
+                num_tokens = int(starts[1][-1])
+        return self._ragged_tokens(
+            common.block_table_tensor[rows],
+            common.seq_lens[rows],
+            common.max_seq_len,
+            slice(num_tokens),
+            takes_turns,
+            have_drafts=num_tokens > num_rows,
+            starts=starts,
+        )
 
     def _replayed_rows(self, common: CommonAttentionMetadata, num_decodes: int) -> list[int]:
-        """Return the compressed requests with several tokens in this step, ascending.
+        """Return the compressed requests behind the decode rows of this step, ascending.
 
         After a preemption a request recomputes what it had generated. Only rows of several tokens
         are looked at, so the number of compressed requests does not matter.
@@ -408,8 +561,14 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
         max_seq_len: int,
         tokens: slice,
         takes_turns: bool,
+        have_drafts: bool = False,
+        starts: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> RaggedTokens:
+        """Describe rows of one token each, or `have_drafts`: see `RaggedKernel.queries`."""
         rows_per_launch, num_splits = self._launches(len(seq_lens), max_seq_len)
+        queries: Sequence[Queries] = ()
+        if have_drafts:
+            queries = self._kernel.queries(len(seq_lens), rows_per_launch, starts)
         return RaggedTokens(
             block_table,
             seq_lens,
@@ -419,6 +578,7 @@ class EvictingFlashMetadataBuilder(EvictingBuilder[RaggedTokens], FlashAttention
             self._kernel,
             tokens,
             takes_turns,
+            queries,
         )
 
     def _launches(self, num_rows: int, max_seq_len: int) -> tuple[int, int]:

@@ -29,14 +29,18 @@ class Observer(Protocol):
     """Of the queries that attention gets."""
 
     def record_decodes(self, max_tokens: int) -> None:
-        """Store the queries of steps of single tokens through `stored_queries` from now on.
+        """Store the queries of steps that may be graphs through `stored_queries` from now on.
 
         So a graph stores them. Nothing changes where no tokens of answers vote. `max_tokens` is the
         most tokens of such a step, padded ones included.
         """
 
-    def has_work(self, single_tokens: bool) -> bool:
-        """Return whether this step's layers are observed."""
+    def has_work(self, may_be_graph: bool) -> bool:
+        """Return whether this step's layers are observed.
+
+        Args:
+            may_be_graph: whether all requests of the step have as many tokens as those of graphs.
+        """
 
     def prepare(self, first_token: Callable[[str], int]) -> None:
         """Find the step's prompts in the batch that is being built.
@@ -48,7 +52,7 @@ class Observer(Protocol):
     def stored_queries(
         self, num_tokens: int, first_token: Callable[[str], int]
     ) -> StoredQueries | None:
-        """Return the store of a step of single tokens that is not observed, for its attention.
+        """Return the store of a step that may be a graph and is not observed, for its attention.
 
         None if this server records none. `num_tokens` includes padded ones.
         """

@@ -35,8 +35,6 @@ _WAY_OUT = "or leave out --kv-eviction"
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` that quantise nothing."""
 
-_HYBRID_DRAFTS = ("ngram", "mtp")
-"""Methods of speculative decoding for models some of whose layers hold states."""
 
 Refusal = tuple[object, str, str]
 """A condition to refuse, its name for the user, and the way out."""
@@ -451,7 +449,6 @@ def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
     is_hybrid = has_delta_nets(vllm_config.model_config)
     kind = speculative.draft_model_config.hf_config.model_type if method == "mtp" else ""
     return (
-        (not platform.drafts, f"{drafts} on this platform", remove),
         (
             method not in platform.drafts,
             drafts,
@@ -459,10 +456,15 @@ def _draft_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[Refusa
             "the flag",
         ),
         (
-            is_hybrid and method not in _HYBRID_DRAFTS,
+            is_hybrid and not platform.hybrid_drafts,
+            f"{drafts} of a hybrid model (gated delta nets and full attention) on this platform",
+            remove,
+        ),
+        (
+            is_hybrid and method not in platform.hybrid_drafts,
             f"{drafts} of a hybrid model (gated delta nets and full attention)",
-            f"use one of the methods {', '.join(_HYBRID_DRAFTS)} in --speculative-config, remove "
-            "the flag",
+            f"use one of the methods {', '.join(platform.hybrid_drafts)} in --speculative-config, "
+            "remove the flag",
         ),
         (
             kind not in ("", "qwen3_5_mtp"),
@@ -493,10 +495,30 @@ def _draft_model_refusals(vllm_config: VllmConfig, platform: Platform) -> tuple[
     model, dtype = speculative.draft_model_config, _cache_dtype(vllm_config)
     backend, kind = speculative.attention_backend, speculative.kv_cache_dtype
     other = f"use another draft model, {(remove := 'remove --speculative-config')}"
+    head_size, most = model.get_head_size(), platform.most_head_size
+    is_large = (
+        most is not None
+        and head_size >= most
+        and (head_size > most or flash_version(vllm_config)[0] == 4)
+    )
     sees_images = vllm_config.model_config.is_multimodal_model and model.is_multimodal_model
     quantisation = Config.get_quantization_config(model, vllm_config.load_config)
     return (
         *((True, what, other) for what in refused_drafts(model)),
+        # FlashAttention 4 reads pages of one size in such heads, and a draft model's are larger.
+        (is_large, f"a draft model with heads of {head_size} values on this GPU", other),
+        (
+            # It captures the drafting as graphs of metadata that it updates in place.
+            vllm_config.use_v2_model_runner,
+            "a draft model on vLLM's model runner V2",
+            f"set VLLM_USE_V2_MODEL_RUNNER=0, {remove}",
+        ),
+        (
+            # A cut has to know which drafts were right.
+            vllm_config.scheduler_config.async_scheduling,
+            "a draft model and steps that are scheduled ahead",
+            f"use --no-async-scheduling, {remove}",
+        ),
         (
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
             "one kind of blocks for all layers (--disable-hybrid-kv-cache-manager) and a draft "

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from vllm_tgvkv.cache.pages import FP8
 
+_DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -23,8 +25,10 @@ class Platform:
     """Whether Ray may start workers and engines. vLLM itself has no Ray resource for CPUs."""
     shares_experts: bool = True
     """Whether vLLM can share a mixture's experts among engines and, as wholes, among ranks."""
-    drafts: tuple[str, ...] = ()
-    """Methods of speculative decoding; without one, decode steps may hold no drafts."""
+    drafts: tuple[str, ...] = _DRAFTS
+    """Methods of speculative decoding."""
+    hybrid_drafts: tuple[str, ...] = ()
+    """The same for models some of whose layers hold states."""
     recall_tiers: tuple[str, ...] = ("memory",)
     """Values of the setting `recall.tier`."""
     most_head_size: int | None = None
@@ -54,7 +58,8 @@ CPU = Platform(
     "CPU_ATTN",
     has_other_backends=False,
     shares_experts=False,
-    drafts=("ngram", "draft_model", "eagle", "eagle3", "mtp"),
+    drafts=(*_DRAFTS, "mtp"),
+    hybrid_drafts=("ngram", "mtp"),
     recall_tiers=("memory", "file"),
     skips_hidden_keys=True,
     cache_is_on_host=True,

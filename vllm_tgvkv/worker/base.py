@@ -326,8 +326,8 @@ class EvictingWorker:
 
     @property
     def observes(self) -> bool:
-        """Whether layers are observed in this step if it has one token of every request."""
-        return self._evictor is not None and self._evictor.has_work(single_tokens=True)
+        """Whether layers are observed in this step, which would be a graph otherwise."""
+        return self._evictor is not None and self._evictor.has_work(may_be_graph=True)
 
 
 class OutputWithOutcomes(AsyncModelRunnerOutput):

@@ -3,9 +3,9 @@
 
 The runners are subclassed for three things: rows that shrank are rewritten where the runner itself
 updates its rows, a step in which layers are observed runs its attention outside of graphs, and all
-caches have plain specs. A batch of single tokens would be replayed as one graph, and a prompt may
-end with a chunk of one token. Steps that only store queries stay graphs, see
-`queries.DecodeQueries`, and so do those that an eviction follows.
+caches have plain specs. A batch of single tokens, or of 1 + K with K drafts, would be replayed as
+one graph, and a prompt may end with a chunk of as many. Steps that only store queries stay graphs,
+see `queries.DecodeQueries`, and so do those that an eviction follows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -131,6 +132,7 @@ def memory_of(
             spec.num_kv_heads,
             vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph,
         ),
+        row_tokens=max_decode_query_len(vllm_config),
     )
     config = with_decode_kernel(config_of(vllm_config), impl, spec.block_size)
     return memory_outside_pool(config, sizes)
@@ -165,7 +167,7 @@ class EvictingModelRunnerV1(ChangingRows, GPUModelRunnerV1):
         return super()._update_states(scheduler_output)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        if self.worker.observes and kwargs["max_num_scheduled_tokens"] == 1:
+        if self.worker.observes:
             # As a prompt's chunk: piecewise graphs leave attention out.
             kwargs["force_uniform_decode"] = False
         return super()._determine_batch_execution_and_padding(*args, **kwargs)

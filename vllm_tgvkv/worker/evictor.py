@@ -148,8 +148,8 @@ class Evictor:
         if self.config.waits:
             self._decode_queries = DecodeQueries(self.context.queries, max_tokens)
 
-    def has_work(self, single_tokens: bool) -> bool:
-        if single_tokens and self._decode_queries is not None:
+    def has_work(self, may_be_graph: bool) -> bool:
+        if may_be_graph and self._decode_queries is not None:
             return self._may_fail
         return bool(self.plan.observations) or self._may_fail
 

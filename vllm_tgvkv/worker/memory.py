@@ -69,6 +69,8 @@ class Sizes:
     """The tensor-parallel ranks."""
     split_sequences: int = 0
     """Most sequences of a launch of FlashAttention 3 that splits them, times the splits of each."""
+    row_tokens: int = 1
+    """Most tokens of a decode row, with its drafts."""
 
     @property
     def most_kept(self) -> int:
@@ -134,19 +136,28 @@ def _of_server(config: EvictionConfig, sizes: Sizes) -> dict[str, int]:
     """Return what is kept for all steps: by the decode kernel and the query pool."""
     shape = sizes.shape
     query = shape.num_pairs * shape.group_size * shape.head_size * sizes.element_bytes
-    destinations = 8 * sizes.max_rows if config.waits else 0
+    row_tokens = sizes.row_tokens
+    destinations = 8 * sizes.max_rows * row_tokens if config.waits else 0
     lines = {"query pool": (config.num_query_rows + 1) * query + destinations}
     sequences = sizes.max_rows * shape.num_heads
     lengths = 4 * shape.num_layers * sequences
     if config.decode_kernel == "triton":
-        of_program = 8 * shape.group_size * (shape.head_size + 2) + 4 * shape.num_layers
+        of_program = 8 * row_tokens * shape.group_size * (shape.head_size + 2)
+        of_program += 4 * shape.num_layers
         work = 4 * shape.num_layers * (sequences + 1) + _DECODE_PROGRAMS * of_program
+        work += 4 * (sizes.max_rows + 1)
         return {"lengths": lengths, "division of work": work, **lines}
     of_row = 4 * shape.num_heads * sizes.table_width
     tables = max(of_row, min(shape.num_layers * sizes.max_rows * of_row, _TABLE_BYTES))
     # Every split of a sequence has an output in float32 and a logarithm, before they are added.
-    partial = 4 * sizes.split_sequences * shape.group_size * (shape.head_size + 1)
+    partial = 4 * sizes.split_sequences * row_tokens * shape.group_size * (shape.head_size + 1)
     lengths += 4 * (sequences + 1)
+    if row_tokens > 1:
+        # Starts and places of the queries of this step, and of any as a graph. Then queries and
+        # outputs of a layer in that order, and sums, which a layer with sinks puts in order again.
+        in_order = shape.group_size * (shape.head_size * (sizes.element_bytes + 2) + 8)
+        of_rows = 8 * (sequences + 1) + sequences * row_tokens * (16 + in_order)
+        lines["drafts"] = of_rows
     return {"lengths": lengths, "page tables": tables, "partial outputs": partial, **lines}
 
 

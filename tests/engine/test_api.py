@@ -110,7 +110,7 @@ def test_the_page_runs_as_a_file(tiny_model: Callable[..., Path], tmp_path: Path
         [sys.executable, example], cwd=tmp_path, env=variables, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "EvictionReport(policy='tgv', prompt_tokens=" in ended.stdout
+    assert "EvictionReport(policy='reach', prompt_tokens=" in ended.stdout
     assert "vision tokens per head" in ended.stdout
 
 
@@ -133,7 +133,7 @@ def test_the_lines_of_the_page_run(
         exec(lines, found)
         llm, output, kept = found["llm"], found["output"], found["kept"]
         printed = capsys.readouterr().out
-        assert "EvictionReport(policy='tgv', prompt_tokens=" in printed
+        assert "EvictionReport(policy='reach', prompt_tokens=" in printed
         report = api.report_of(output)
         assert report == kept.report
         assert report is not None

@@ -23,6 +23,9 @@ SECONDS = 1800
 NOT_RUN = ("Install", "Prometheus and Grafana")
 """Steps with tests of their own: `tools/test_install.py` and `tools/test_dashboards.py`."""
 
+SERVED = ("requests", "http", "judge")
+"""Pages whose first example asks a server: they ask the quickstart's."""
+
 PART = re.compile(r"^## (\d*)[. ]*(.*?)$|^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVING = """
 vllm() {
@@ -52,6 +55,17 @@ def steps(page: str) -> list[tuple[str, list[str]]]:
     return found
 
 
+def example(page: str) -> str:
+    """Return the command that runs a page's first example, a file or commands."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    found = re.search(r"^```(python|bash)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found, page
+    language, block = found.groups()
+    if language == "bash":
+        return block
+    return f"cat > /tmp/{page}.py <<'END'\n{block}END\npython /tmp/{page}.py\n"
+
+
 def missing(expected: str, output: str) -> list[str]:
     """Return the lines that an output does not have in this order; `...` is anything."""
     lines = iter(output.splitlines())
@@ -70,13 +84,18 @@ def test_a_tutorial_runs_as_printed(page: str, tmp_path: Path) -> None:
     for path in ROOT.iterdir():
         (clone / path.name).symlink_to(path)
     asked = steps(page)
+    if page == "quickstart":
+        asked.append(("echo '{policy: reach, budget: 0.2}' > /tmp/kv-eviction.yaml\n", []))
+        asked += [(example(name), []) for name in SERVED]
     marked = [f"printf '\n=== step\n'\n{command}" for command, _ in asked]
     port, script = free_port(), "\n".join(["set -e", SERVING, *marked])
-    script = script.replace("127.0.0.1:8000", "127.0.0.1:$PORT").replace("/tmp/", f"{tmp_path}/")
+    script = re.sub(r"(127\.0\.0\.1|localhost):8000", f"127.0.0.1:{port}", script)
+    script = script.replace("/tmp/", f"{tmp_path}/")
     (tmp_path / "page.sh").write_text(script)
     environment = {
         "LOG": str(log),
         "PORT": str(port),
+        "VLLM_LOGGING_LEVEL": "INFO",  # other tests of the process may have set it
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
         "PIP_TARGET": str(site),

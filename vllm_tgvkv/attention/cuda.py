@@ -365,8 +365,9 @@ class TritonKernel(RaggedKernel):
             raise UnsupportedByEvictionError(
                 f"--kv-eviction does not work with num_speculative_tokens {most_queries - 1} and "
                 f"its own decode kernel, which takes {MOST_QUERIES} queries of a KV head at once "
-                f"and gets {shape.group_size} for each token, yet: draft less, remove "
-                "--speculative-config or leave out --kv-eviction"
+                f"and gets {shape.group_size} for each token, yet: use decode_kernel: stock (which "
+                "FlashAttention 4 has not), draft less, remove --speculative-config or leave out "
+                "--kv-eviction"
             )
         self._plan = DecodePlan.for_device(
             shape.num_layers,

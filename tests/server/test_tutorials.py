@@ -63,7 +63,7 @@ def example(page: str) -> str:
     language, block = found.groups()
     if language == "bash":
         return block
-    return f"cat > /tmp/{page}.py <<'END'\n{block}END\npython /tmp/{page}.py\n"
+    return f"cat > /tmp/example.py <<'END'\n{block}END\npython /tmp/example.py\n"
 
 
 def missing(expected: str, output: str) -> list[str]:

@@ -197,8 +197,8 @@ def test_with_drafts(tiny_model: Callable[..., Path], method: str) -> None:
         asks = [ask(seed, ("reach", "snapkv")[seed % 2], 80) for seed in range(3)]
         for asked, output in zip(asks, running.run(asks), strict=True):
             assert assert_agrees(running, oracle, asked, output) > 10
-        drafted, accepted = draft_counts(running)
-        assert 0 < accepted < drafted
+        _, accepted = draft_counts(running)
+        assert accepted > (10 if method == "ngram" else 0)  # a draft model sees no images
 
 
 @pytest.mark.compatibility

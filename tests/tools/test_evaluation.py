@@ -941,7 +941,7 @@ def test_a_run_on_the_real_weights(tmp_path: Path) -> None:
             assert tokens.text == told.text
             assert (told.tokens_per_step, tokens.cuts) == (0, told.cuts)
             # With the full cache, drafts are accepted; a wrong answer may be too short for any.
-            assert (each == FULL) < tokens.tokens_per_step - 0.5 <= 3.5
+            assert (1.5 if each == FULL else 0.5) < tokens.tokens_per_step <= 4
     # The model says what it reads, if its cache holds it.
     assert result.tasks[0].right.mean == 1.0
     cells = {(cell.label, cell.budget): cell for cell in result.cells}

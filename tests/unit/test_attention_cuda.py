@@ -376,7 +376,7 @@ def test_host_budget_of_a_decode_step(graphs: bool) -> None:
 
 
 def test_drafts_add_two_copies_a_layer() -> None:
-    """Of the queries and the outputs; tables and sequences are those of rows without drafts.
+    """One of the queries and one of the outputs. Drafts change neither tables nor sequences.
 
     A graph has the same order of queries for every batch: nothing is made for a step.
     """

@@ -124,6 +124,7 @@ def test_statistics_become_metrics() -> None:
         assert value(name, policy="h2o", **labels) == pytest.approx(wanted), name
     assert value("skipped_requests_total", policy="tgv", reason="text_only") == 1
     assert value("requests_by_state", state="shrunk") == 3
+    assert counters.blocks_given_back == 7
     assert str(counters).endswith(" 7 blocks given back")
     counters.gave_back("h2o", -9)
     assert str(counters).endswith(" 2 blocks more in use")

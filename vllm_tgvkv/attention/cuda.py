@@ -190,11 +190,10 @@ class FlashKernel(RaggedKernel):
         self._all_queries: Queries | None = None
         """Of `max_rows` rows that all have `most_queries` tokens."""
         if most_queries > 1:
-            tokens = torch.arange(max_rows * most_queries, device=self.device)
-            heads = torch.arange(shape.num_heads, device=self.device)
-            by_row = tokens.view(-1, 1, most_queries) * shape.num_heads
-            order = (by_row + heads[:, None]).flatten()
-            self._all_queries = Queries(starts * most_queries, order)
+            first = torch.arange(max_rows, dtype=torch.int32) * most_queries
+            made = queries_by_head(first, torch.full_like(first, most_queries), shape.num_heads)
+            order, of_sequences = (each.to(self.device) for each in made)
+            self._all_queries = Queries(of_sequences, order)
         self._layer_lengths: tuple[torch.Tensor, ...] = ()
         """Of the current rows, int32 [R * H] for every layer."""
         self._layer_tables: tuple[torch.Tensor, ...] = ()

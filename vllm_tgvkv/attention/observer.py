@@ -39,7 +39,8 @@ class Observer(Protocol):
         """Return whether this step's layers are observed.
 
         Args:
-            may_be_graph: whether all requests of the step have as many tokens as those of graphs.
+            may_be_graph: whether the step may be replayed as a graph: every request has one token,
+                or one and all of its drafts.
         """
 
     def prepare(self, first_token: Callable[[str], int]) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling of scores by its definition: each position with its neighbours, in loops."""
+"""Pooling of scores by its definition: each position with its neighbours."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -81,19 +82,23 @@ def neighbours(layout: Layout, pool: Pool, sinks: int = 0) -> list[list[int]]:
     return near
 
 
+@lru_cache(maxsize=32)
+def weights(layout: Layout, pool: Pool, sinks: int) -> Tensor:
+    """Return float64 [P, P]: in row j the weight of each position that j is pooled with, or 0."""
+    result = torch.zeros(layout.length, layout.length, dtype=torch.float64)
+    for j, near in enumerate(neighbours(layout, pool, sinks)):
+        halvings = [max(j - i, 0) / pool.halve if pool.halve else 0.0 for i in near]
+        result[j, near] = torch.tensor([2**-n for n in halvings], dtype=torch.float64)
+    return result
+
+
 def pooled(scores: Tensor, layout: Layout, pool: Pool, sinks: int = 0) -> Tensor:
     """Return the scores [P] after pooling; NaN stands for no score, and is in no other's pool."""
-    result = []
-    values = scores.tolist()
-    for j, (own, near) in enumerate(zip(values, neighbours(layout, pool, sinks), strict=True)):
-        weights = [2 ** (-max(j - i, 0) / pool.halve) if pool.halve else 1 for i in near]
-        group = [
-            weight * values[i]
-            for i, weight in zip(near, weights, strict=True)
-            if not math.isnan(values[i])
-        ]
-        if math.isnan(own):
-            result.append(own)
-        else:
-            result.append(max(group) if pool.reduce == "max" else sum(group) / len(group))
-    return torch.tensor(result, dtype=torch.float64)
+    factors, has_score = weights(layout, pool, sinks), ~scores.isnan()
+    counted = (factors > 0) & has_score
+    weighted = factors * scores.double().where(has_score, 0)
+    if pool.reduce == "max":
+        result = weighted.masked_fill(~counted, -math.inf).amax(1)
+    else:
+        result = weighted.sum(1) / counted.sum(1)
+    return result.where(has_score, math.nan)

@@ -60,14 +60,12 @@ def sketched(keys: Tensor, bits: int) -> Tensor:
     numbers = keys.double()
     mean = numbers.mean(0).half().double()
     scale = (numbers - mean).square().mean(0).sqrt().clamp(min=1e-4).half().double()
-    result = torch.empty_like(numbers)
-    for token, key in enumerate(numbers):
-        normal = (key - mean) / scale
-        step = (normal.square().mean().sqrt() * STEPS[bits]).clamp(min=1e-4).half().double()
-        middle = (2**bits - 1) / 2
-        code = (normal / step + middle).round().clamp(0, 2**bits - 1)
-        result[token] = mean + scale * step * (code - middle)
-    return result
+    normal = (numbers - mean) / scale
+    of_token = normal.square().mean(1, keepdim=True).sqrt()
+    step = (of_token * STEPS[bits]).clamp(min=1e-4).half().double()
+    middle = (2**bits - 1) / 2
+    code = (normal / step + middle).round().clamp(0, 2**bits - 1)
+    return mean + scale * step * (code - middle)
 
 
 def attention(

@@ -97,7 +97,7 @@ def voted(name: str) -> Callable[[TokenSet, Case], Tensor]:
         observed = token_set.mean[case.voters(name)]
         if case.reduce == "mean":
             return observed.sum(0)
-        return torch.stack([max(column) for column in observed.T])
+        return observed.amax(0)
 
     return scores
 
@@ -180,10 +180,8 @@ def mixkv_scores(token_set: TokenSet, case: Case) -> Tensor:
 def mean_cosines(keys: Tensor) -> list[float]:
     """Return each key's mean cosine to all other keys, of [n, D]; 0 for a single key."""
     directions = keys.double() / keys.double().norm(dim=-1, keepdim=True)
-    means = []
-    for j, row in enumerate(directions @ directions.T):
-        others = [c for i, c in enumerate(row.tolist()) if i != j]
-        means.append(sum(others) / len(others) if others else 0.0)
+    cosines = (directions @ directions.T).fill_diagonal_(0)
+    means: list[float] = (cosines.sum(1) / max(len(keys) - 1, 1)).tolist()
     return means
 
 
@@ -201,22 +199,19 @@ def scaled(values: dict[int, float], past: Sequence[int], mean: float) -> dict[i
     return {j: v * factor for j, v in unit.items()}
 
 
-def gates_of(token_set: TokenSet) -> list[float]:
-    """Return what the gate of a KV head said of each token."""
+def gates_of(token_set: TokenSet) -> Tensor:
+    """Return what the gate of a KV head said of each token, float64 [P]."""
     if token_set.states is None or token_set.states.gates is None:
         raise ValueError("the method needs the outputs of gates: granularity head, states")
-    return token_set.states.gates.tolist()
+    return token_set.states.gates.double()
 
 
 def trimkv_scores(token_set: TokenSet, case: Case) -> Tensor:
     """Return the logarithm of the mean of beta ** age over the next n tokens, of each token."""
-    scores = []
-    for j, log_beta in enumerate(gates_of(token_set)):
-        age = case.layout.length - j + case.age_offset
-        to_come = [log_beta * (age + m) for m in range(case.lookahead)]
-        mean = torch.tensor(to_come, dtype=torch.float64).logsumexp(0) - math.log(len(to_come))
-        scores.append(float(mean))
-    return torch.tensor(scores, dtype=torch.float64)
+    age = case.layout.length - torch.arange(case.layout.length) + case.age_offset
+    ages = age[:, None] + torch.arange(case.lookahead)
+    to_come = gates_of(token_set)[:, None] * ages
+    return to_come.logsumexp(1) - math.log(case.lookahead)
 
 
 def trimkv_votes(token_set: TokenSet, case: Case) -> Tensor:
@@ -295,6 +290,6 @@ SCORES: dict[str, ScoreFunction] = {
     "trimkv": trimkv_scores,
     "trimkv_next": lambda token_set, case: trimkv_scores(token_set, replace(case, lookahead=1)),
     "trimkv_votes": trimkv_votes,
-    "kvzap": lambda token_set, case: torch.tensor(gates_of(token_set), dtype=torch.float64),
+    "kvzap": lambda token_set, case: gates_of(token_set),
     "recency": lambda token_set, case: torch.arange(case.layout.length, dtype=torch.float64),
 }

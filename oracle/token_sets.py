@@ -182,7 +182,13 @@ class TokenSet:
 
     def has(self, j: int) -> bool:
         """Return whether the key at position j was not evicted before."""
-        return self.alive is None or bool(self.alive[j])
+        return self.is_left is None or self.is_left[j]
+
+    @cached_property
+    def is_left(self) -> list[bool] | None:
+        """`alive` as a list."""
+        is_left: list[bool] | None = None if self.alive is None else self.alive.tolist()
+        return is_left
 
     def first(self, scores: Tensor, kinds: Sequence[int], candidates: int) -> list[int]:
         """Return the candidates that are left, best first."""

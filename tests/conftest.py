@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from measure.engines import set_environment
+from tests import garbage
 
 ROOT = Path(__file__).parents[1]
 
@@ -115,6 +116,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group_of(nodeid)
 
     return GroupScheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules out of the garbage collections of every engine."""
+    garbage.ignore_what_is_alive()
+
+
+def pytest_unconfigure() -> None:
+    garbage.look_at_everything()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -117,7 +117,7 @@ def attend(
     log_sums = torch.full((q.shape[1], len(q)), float("nan"))
     before, after = window_size or (-1, -1)
     assert after in (-1, 0)
-    starts = cu_seqlens_q.tolist()
+    group = q.shape[1] // k.shape[2]
     descales = (q_descale, k_descale, v_descale)
     is_fp8 = k.dtype.itemsize == 1
     if is_fp8:
@@ -126,37 +126,46 @@ def attend(
             assert descale is not None
             assert descale.dtype == torch.float32
             assert descale.shape == (len(seqused_k), k.shape[2])
-    for row, num_keys in enumerate(seqused_k.tolist()):
-        first, end = starts[row], starts[row + 1]
-        assert end - first <= max_seqlen_q
-        assert num_keys <= max_seqlen_k
-        if first == end:
+    all_keys, all_queries = seqused_k.long(), cu_seqlens_q.diff().long()
+    assert int(all_queries.max()) <= max_seqlen_q
+    assert int(all_keys.max()) <= max_seqlen_k
+    without = all_keys.repeat_interleave(all_queries) == 0
+    out[: len(without)][without] = 0
+    # Rows with equally many queries at once.
+    for num_queries in all_queries[all_keys > 0].unique().tolist():
+        if not num_queries:
             continue
-        if not num_keys:
-            out[first:end] = 0
-            continue
+        rows = ((all_queries == num_queries) & (all_keys > 0)).nonzero().flatten()
+        num_keys = all_keys[rows, None]
+        place = torch.arange(int(num_keys.max()))
         # The first key that a row sees. A GPU reads some before it, with a weight of 0.
-        hidden = max(num_keys - (end - first) - before, 0) if before >= 0 else 0
-        pages = block_table[row, : -(-num_keys // k.shape[1])].long()
-        keys, values = (pool[pages].flatten(0, 1)[hidden:num_keys].float() for pool in (k, v))
-        group = q.shape[1] // k.shape[2]
-        queries = q[first:end].float()
+        hidden = (num_keys - num_queries - before).clamp(min=0) if before >= 0 else 0
+        is_read = (hidden <= place) & (place < num_keys)
+        used = place[:: k.shape[1]] < num_keys
+        pages = block_table[rows, : used.shape[1]].long().where(used, 0)
+        keys, values = (
+            pool[pages].flatten(1, 2)[:, : len(place)].float().where(is_read[..., None, None], 0)
+            for pool in (k, v)
+        )
+        chosen = cu_seqlens_q[rows, None].long() + torch.arange(num_queries)
+        queries = q[chosen].float()
         if is_fp8:
-            of_query, of_keys, of_values = (x[row, :, None] for x in descales if x is not None)
+            of_query, of_keys, of_values = (
+                x[rows, None, :, None] for x in descales if x is not None
+            )
             keys, values = keys * of_keys, values * of_values
-            queries = queries * of_query.repeat_interleave(group, 0)
-        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-        logits = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
-        last = torch.arange(num_keys - (end - first), num_keys)
-        distance = last[:, None] - torch.arange(hidden, num_keys)
+            queries = queries * of_query.repeat_interleave(group, 2)
+        keys, values = (x.repeat_interleave(group, 2) for x in (keys, values))
+        logits = torch.einsum("bqhd,bkhd->bhqk", queries, keys) * softmax_scale
+        distance = (num_keys - num_queries + torch.arange(num_queries))[..., None] - place
         outside = (distance < 0) | (distance > before if before >= 0 else False)
-        logits.masked_fill_(outside, float("-inf"))
+        logits.masked_fill_(outside[:, None] | ~is_read[:, None, None], float("-inf"))
         weights = logits.softmax(-1)
         if s_aux is not None:
-            sinks = s_aux.float()[:, None, None].expand(*logits.shape[:2], 1)
+            sinks = s_aux.float()[None, :, None, None].expand(*logits.shape[:3], 1)
             weights = torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1]
-        out[first:end] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
-        log_sums[:, first:end] = logits.logsumexp(-1)
+        out[chosen] = torch.einsum("bhqk,bkhd->bqhd", weights, values).to(out.dtype)
+        log_sums[:, chosen] = logits.logsumexp(-1).transpose(0, 1)
     return (out, log_sums) if return_softmax_lse else out
 
 

@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from measure.engines import LocalEngine
 from oracle import methods
 from oracle.emulation import Answer, Eviction, Oracle, Prompt, Selection
+from tests import garbage
 from vllm_tgvkv.blocks.integrity import check_integrity
 
 # Tests inspect the scheduler and the worker, so both run in this process.
@@ -77,6 +78,11 @@ class SteppedEngine(LocalEngine):
         self.preempted: dict[str, Request] = {}
         """Requests that were preempted at least once, by the ids of their outputs."""
         self._next_id = 0
+
+    def close(self) -> None:
+        """Shut down; modules that the engine imported stay out of later collections."""
+        super().close()
+        garbage.ignore_what_is_alive()
 
     @property
     def counters(self) -> dict[str, Any]:

@@ -133,19 +133,19 @@ class Cases:
             ask = make(0)
             return Expected(case, ask, oracle.prompt(ask.text, ask.images), None, None)
 
-        def answers(ask: Ask, prompt: Prompt) -> tuple[Selection, list[int], list[int]]:
+        def answer(ask: Ask, prompt: Prompt, merging: int = 0) -> tuple[Selection, list[int]]:
             kept = oracle.select(prompt, wanted)
-            full = len(prompt.token_ids) // BLOCK_SIZE * BLOCK_SIZE * wanted.merges
-            found = (oracle.generate(prompt, ask.max_tokens, kept.kept, n) for n in (0, full))
-            return (kept, *found)
+            return kept, oracle.generate(prompt, ask.max_tokens, kept.kept, merging)
+
+        def num_merging(prompt: Prompt) -> int:
+            return len(prompt.token_ids) // BLOCK_SIZE * BLOCK_SIZE * wanted.merges
 
         def tests_merging(ask: Ask, prompt: Prompt) -> bool:
-            _, dropped, merged = answers(ask, prompt)
-            return not wanted.merges or dropped != merged
+            merging = num_merging(prompt)
+            return not merging or answer(ask, prompt)[1] != answer(ask, prompt, merging)[1]
 
         ask, prompt = stable_ask(oracle, make, wanted, trials=3, accepts=tests_merging)
-        selection, _, tokens = answers(ask, prompt)
-        return Expected(case, ask, prompt, selection, tokens)
+        return Expected(case, ask, prompt, *answer(ask, prompt, num_merging(prompt)))
 
 
 @pytest.fixture(scope="module")

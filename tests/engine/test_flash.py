@@ -191,6 +191,22 @@ def test_cuts_of_answers_are_right_with_graphs(evicting: SteppedEngine, oracle: 
     assert builder.num_storing > before[1] + 15
 
 
+@pytest.fixture(scope="module")
+def undrafted(
+    tiny_model: Callable[..., Path],
+) -> tuple[Path, list[test_speculation.Answer], list[test_speculation.Answer]]:
+    """Return the model of the test below, its answers without drafts, and those that waited."""
+    folder = tiny_model("llava", image_size=112, initializer_range=0.055)
+    with engine(folder, test_speculation.SETTINGS) as running:
+        alone = test_speculation.answers(running, test_speculation.ASKS)
+        waited = test_speculation.answers(running, test_speculation.WAITING)
+    oracle = Oracle(folder)
+    for ask, answer in zip(test_speculation.ASKS[:3], alone, strict=False):
+        prompt = oracle.prompt(ask.text, ask.images)
+        assert oracle.generate(prompt, ask.max_tokens, answer.kept) == answer.tokens
+    return folder, alone, waited
+
+
 @pytest.mark.parametrize(
     ("method", "decode_kernel"),
     [
@@ -201,7 +217,7 @@ def test_cuts_of_answers_are_right_with_graphs(evicting: SteppedEngine, oracle: 
     ],
 )
 def test_drafts_change_neither_tokens_nor_what_is_kept(
-    tiny_model: Callable[..., Path],
+    undrafted: tuple[Path, list[test_speculation.Answer], list[test_speculation.Answer]],
     method: str,
     decode_kernel: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -210,11 +226,8 @@ def test_drafts_change_neither_tokens_nor_what_is_kept(
 
     Some of these steps store queries of requests that wait.
     """
-    folder = tiny_model("llava", image_size=112, initializer_range=0.055)
+    folder, alone, waited = undrafted
     settings = {**test_speculation.SETTINGS, "decode_kernel": decode_kernel}
-    with engine(folder, test_speculation.SETTINGS) as running:
-        alone = test_speculation.answers(running, test_speculation.ASKS)
-        waited = test_speculation.answers(running, test_speculation.WAITING)
     builder = flash_on_cpu.ReplayingBuilder
     before = builder.num_replays, builder.num_storing
     with engine(
@@ -234,10 +247,6 @@ def test_drafts_change_neither_tokens_nor_what_is_kept(
         for answer, wanted in zip(found, waited, strict=True):
             assert answer.tokens == wanted.tokens
             assert torch.equal(answer.kept, wanted.kept)
-    oracle = Oracle(folder)
-    for ask, answer in zip(test_speculation.ASKS[:3], alone, strict=False):
-        prompt = oracle.prompt(ask.text, ask.images)
-        assert oracle.generate(prompt, ask.max_tokens, answer.kept) == answer.tokens
     assert builder.num_replays > before[0] + 50
     assert builder.num_storing > before[1] + 5
 

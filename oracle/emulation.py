@@ -283,6 +283,18 @@ class Cutter:
                 kept = self._cut(moment, whole, ceiling, kept)
         return kept if len(self.cuts) > before else None
 
+    def is_idle(self, answer: int) -> bool:
+        """Return whether nothing is decided after so many tokens of the answer."""
+        eviction = self.eviction
+        if eviction.recall is not None:
+            return False
+        if eviction.changes is not None:
+            return all(answer != change.after for change in eviction.changes)
+        at_ceiling = eviction.ceiling is not None and answer > eviction.defer
+        if at_ceiling and (self.layout.length + answer) % eviction.block_size == 0:
+            return False
+        return answer not in (eviction.defer, *(after for after, _ in eviction.schedule))
+
     def _first_budget(self) -> Any:
         """Return the budget of the first cut: at most what the ceiling leaves."""
         eviction, length = self.eviction, self.layout.length
@@ -451,6 +463,8 @@ class Oracle:
         """Number of the cache that a layer with full attention reads, by its index in the model.
         The last layers may read that of the last of those before them."""
         self.layers = len(self.attending)
+        self.takes_blocks = {*kinds} <= {"full_attention", "sliding_attention"}
+        """Whether tokens behind a prompt can be computed together; states take them one by one."""
         self.query_heads: int = text.num_attention_heads
         # Layers with full attention may have other heads than those with a window.
         of_layers = getattr(text, "per_layer_config", None)
@@ -523,6 +537,7 @@ class Oracle:
         max_tokens: int,
         kept: torch.Tensor | None = None,
         merging: int = 0,
+        guess: Sequence[int] | None = None,
     ) -> list[int]:
         """Return `max_tokens` greedy tokens; an end-of-text token does not stop generation.
 
@@ -532,7 +547,12 @@ class Oracle:
         Args:
             kept: bool [L, H, P], by default everything.
             merging: among this many first positions, those not kept are merged into kept ones.
+            guess: what the tokens may be. A right guess takes two passes, a wrong one costs time.
         """
+        if guess is not None and len(guess) == max_tokens and self.takes_blocks:
+            logprobs = self.logprobs(prompt, guess, kept, merging)
+            if (tokens := logprobs.argmax(1).tolist()) == list(guess):
+                return tokens
         with self._masked(kept, merging):
             output = self.model.generate(
                 **prompt.inputs,
@@ -545,16 +565,23 @@ class Oracle:
 
     @torch.no_grad()
     def logprobs(
-        self, prompt: Prompt, tokens: Sequence[int], kept: torch.Tensor | None = None
+        self,
+        prompt: Prompt,
+        tokens: Sequence[int],
+        kept: torch.Tensor | None = None,
+        merging: int = 0,
     ) -> torch.Tensor:
         """Return log-probabilities [T, V]; row i is the distribution of `tokens[i]`.
 
-        Each token sees the prompt's kept positions and all tokens before it.
+        Each token sees the prompt's kept positions and all tokens before it. Others as in
+        `generate`.
         """
         after = torch.tensor(tokens[:-1])[None]
         self._forget_positions()
-        with self._masked(kept, 0):
+        with self._masked(kept, merging):
             output = self.model(**prompt.inputs, use_cache=True)
+            if len(tokens) == 1:
+                return output.logits[0, -1:].double().log_softmax(-1)
             cache = output.past_key_values
             rest = self.model(input_ids=after, past_key_values=cache, use_cache=True)
         logits = torch.cat((output.logits[0, -1:], rest.logits[0]))
@@ -568,6 +595,7 @@ class Oracle:
         stages: Sequence[int] | None = None,
         tokens: Sequence[int] | None = None,
         chosen: Mapping[int, torch.Tensor] | None = None,
+        guess: Sequence[int] | None = None,
     ) -> Answer:
         """Return the answer to `prompt`, with the cuts of `eviction`.
 
@@ -578,13 +606,33 @@ class Oracle:
             stages: number of layers of each pipeline stage.
             tokens: answer to follow in place of the greedy one.
             chosen: by answer tokens, sets to use in place of its own choices.
+            guess: what the greedy answer may be. If it is, a pass computes all tokens up to the
+                next cut; if not, the answer is computed again.
         """
+        if guess is not None and len(guess) == max_tokens and self.takes_blocks:
+            found = self._answer(prompt, max_tokens, eviction, stages, guess, chosen, blocks=True)
+            if found.logprobs.argmax(1).tolist() == list(guess):
+                return found
+        return self._answer(prompt, max_tokens, eviction, stages, tokens, chosen)
+
+    def _answer(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        eviction: Eviction,
+        stages: Sequence[int] | None,
+        tokens: Sequence[int] | None,
+        chosen: Mapping[int, torch.Tensor] | None,
+        blocks: bool = False,
+    ) -> Answer:
+        """Return an answer; with `blocks`, given tokens up to the next cut are one step."""
         cutter = Cutter(eviction, prompt.layout, self.kv_heads, stages)
         full = len(prompt.token_ids) // eviction.block_size * eviction.block_size
         merging = full if eviction.merges else 0
-        whole_after = eviction.whole_after
         chooser = Chooser(eviction, cutter, max_tokens - 2, chosen or {})
-        more: dict[str, Any] = {"whole_after": whole_after, "choose": chooser}
+        more: dict[str, Any] = {"whole_after": eviction.whole_after, "choose": chooser}
+        if blocks:
+            more["is_idle"] = cutter.is_idle
         answer = self.decode(prompt, max_tokens, cutter, tokens, merging, **more)
         return replace(answer, cuts=cutter.cuts, choices=chooser.choices)
 
@@ -599,6 +647,7 @@ class Oracle:
         absorb: Callable[[Moment, torch.Tensor], Absorbed] | None = None,
         whole_after: Mapping[int, bool] | None = None,
         choose: Callable[[Moment], torch.Tensor | None] = lambda moment: None,
+        is_idle: Callable[[int], bool] = lambda answer: False,
     ) -> Answer:
         """Return `max_tokens` greedy tokens, generated one by one under a mask that changes.
 
@@ -617,6 +666,8 @@ class Oracle:
                 they stay as they are.
             choose: called behind any cut, it returns what every later query may see, in place of
                 what is left, or None for no change.
+            is_idle: whether no step needs to end after so many tokens, so that given tokens can be
+                computed together. By default each is a step.
         """
         given = list(tokens[:max_tokens]) if tokens is not None else None
         number = max_tokens if given is None else len(given)
@@ -639,7 +690,8 @@ class Oracle:
                 )
             cache = output.past_key_values
             rows.append(self._rows(output))
-            logprobs.append(output.logits[0, -1].double().log_softmax(-1))
+            new_tokens = inputs["input_ids"].shape[1] if chosen else 1
+            logprobs.append(output.logits[0, -new_tokens:].double().log_softmax(-1))
             queries.append(torch.cat([seen[layer] for layer in range(self.layers)]))
             if gated:
                 new_gates = torch.stack(gated)
@@ -659,12 +711,19 @@ class Oracle:
                 kept, absorbed = torch.ones_like(kept), None
                 if recomputes:
                     cache, gates = self._computed_again(prompt, chosen)
-            best = int(logprobs[-1].argmax())
-            chosen.append(best if given is None else given[len(chosen)])
+            if given is None:
+                chosen.append(int(logprobs[-1].argmax()))
+            else:
+                chosen = given[: moment.answer + 1]
             if len(chosen) == number:
-                return Answer(chosen, torch.stack(logprobs))
-            inputs = {"input_ids": torch.tensor([chosen[-1:]])}
-            kept = torch.nn.functional.pad(kept, (0, 1), value=True)
+                return Answer(chosen, torch.cat(logprobs))
+            step = chosen[-1:]
+            while given is not None and moment.answer + len(step) < number - 1:
+                if not is_idle(moment.answer + len(step)):
+                    break
+                step.append(given[moment.answer + len(step)])
+            inputs = {"input_ids": torch.tensor([step])}
+            kept = torch.nn.functional.pad(kept, (0, len(step)), value=True)
 
     def _computed_again(
         self, prompt: Prompt, tokens: Sequence[int]

@@ -92,7 +92,14 @@ WAITING = [
 ]
 
 
-def expected(oracle: Oracle, running: SteppedEngine, case: Case, ask: Ask, **more: Any) -> Answer:
+def expected(
+    oracle: Oracle,
+    running: SteppedEngine,
+    case: Case,
+    ask: Ask,
+    guess: Sequence[int] | None = None,
+    **more: Any,
+) -> Answer:
     """Return the oracle's answer; `more` are fields of its `Eviction`."""
     config = running.evictor.config
     wanted = Eviction(
@@ -104,7 +111,8 @@ def expected(oracle: Oracle, running: SteppedEngine, case: Case, ask: Ask, **mor
         head_scores=torch.tensor(HEAD_SCORES.scores),
         **{"defer": case.defer, **case.own, **more},
     )
-    return oracle.answer(oracle.prompt(ask.text, ask.images), ask.max_tokens, wanted)
+    prompt = oracle.prompt(ask.text, ask.images)
+    return oracle.answer(prompt, ask.max_tokens, wanted, guess=guess)
 
 
 def assert_agrees(
@@ -121,7 +129,8 @@ def assert_agrees(
     """
     asks = asks or [case.ask(index) for index, case in enumerate(cases)]
     for case, ask, output in zip(cases, asks, outputs, strict=True):
-        answer = expected(oracle, running, case, ask, **more)
+        tokens = list(output.outputs[0].token_ids)
+        answer = expected(oracle, running, case, ask, tokens, **more)
         kept = running.kept_after_cuts(output.request_id)
         whole = bool(case.own.get("ceiling") or more.get("ceiling"))
         assert_cuts_agree(kept, answer, output, SIZE, whole=whole, case=case)

@@ -107,12 +107,8 @@ class Expected:
     prompt: Prompt
     selection: Selection | None
     """None if the definition leaves it open, as with random scores."""
-    tokens: list[int] | None
-
-    def tokens_given(self, oracle: Oracle, kept: torch.Tensor) -> list[int]:
-        if self.tokens is not None:
-            return self.tokens
-        return oracle.generate(self.prompt, self.ask.max_tokens, kept)
+    merging: int = 0
+    """First tokens among which those that are evicted are merged."""
 
 
 class Cases:
@@ -131,21 +127,22 @@ class Cases:
 
         if WITHOUT_GATES.get(case.method) == WITHOUT_GATES["random"]:
             ask = make(0)
-            return Expected(case, ask, oracle.prompt(ask.text, ask.images), None, None)
-
-        def answer(ask: Ask, prompt: Prompt, merging: int = 0) -> tuple[Selection, list[int]]:
-            kept = oracle.select(prompt, wanted)
-            return kept, oracle.generate(prompt, ask.max_tokens, kept.kept, merging)
+            return Expected(case, ask, oracle.prompt(ask.text, ask.images), None)
 
         def num_merging(prompt: Prompt) -> int:
             return len(prompt.token_ids) // BLOCK_SIZE * BLOCK_SIZE * wanted.merges
 
         def tests_merging(ask: Ask, prompt: Prompt) -> bool:
-            merging = num_merging(prompt)
-            return not merging or answer(ask, prompt)[1] != answer(ask, prompt, merging)[1]
+            if not (merging := num_merging(prompt)):
+                return True
+            kept = oracle.select(prompt, wanted).kept
+            merged, plain = (
+                oracle.generate(prompt, ask.max_tokens, kept, each) for each in (merging, 0)
+            )
+            return merged != plain
 
         ask, prompt = stable_ask(oracle, make, wanted, trials=3, accepts=tests_merging)
-        return Expected(case, ask, prompt, *answer(ask, prompt, num_merging(prompt)))
+        return Expected(case, ask, prompt, oracle.select(prompt, wanted), num_merging(prompt))
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +238,8 @@ def assert_served(cases: Cases, expected: Expected, running: SteppedEngine, outp
         assert torch.equal(kept, expected.selection.kept), f"{message} keeps other tokens"
     assert (kept[..., :4]).all(), message
     tokens = list(output.outputs[0].token_ids)
-    assert tokens == expected.tokens_given(cases.oracle, kept), message
+    given = expected.prompt, expected.ask.max_tokens, kept, expected.merging
+    assert tokens == cases.oracle.generate(*given, guess=tokens), message
 
 
 def batch() -> list[Case]:
@@ -327,7 +325,8 @@ def test_methods_that_need_vision(running: SteppedEngine, cases: Cases, method: 
     report = output.kv_transfer_params["kv_eviction"]
     assert report["skip_reason"] == "method_needs_vision"
     prompt = cases.oracle.prompt(ask.text)
-    assert list(output.outputs[0].token_ids) == cases.oracle.generate(prompt, ask.max_tokens)
+    tokens = list(output.outputs[0].token_ids)
+    assert tokens == cases.oracle.generate(prompt, ask.max_tokens, guess=tokens)
 
 
 def test_everything_kept_is_whole_and_an_abort_between_chunks_leaves_nothing(
@@ -341,7 +340,7 @@ def test_everything_kept_is_whole_and_an_abort_between_chunks_leaves_nothing(
     before = running.counters["requests_evicted"]
     for ask, tokens in zip(asks, running.tokens(asks), strict=True):
         prompt = cases.oracle.prompt(ask.text, ask.images)
-        assert tokens == cases.oracle.generate(prompt, ask.max_tokens)
+        assert tokens == cases.oracle.generate(prompt, ask.max_tokens, guess=tokens)
     assert running.counters["requests_evicted"] - before == len(asks)
     names = [running.add(ask) for ask in asks]
     running.step()  # the first prompt is between two chunks

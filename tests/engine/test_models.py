@@ -285,7 +285,8 @@ def test_tokens_and_kept_positions_are_the_oracles_alone_and_in_a_batch(family: 
         assert kept is not None
         assert torch.equal(kept, selection.kept), f"{message} keeps other tokens"
         tokens = list(output.outputs[0].token_ids)
-        assert tokens == oracle.generate(prompt, scene.max_tokens, kept), message
+        theirs = oracle.generate(prompt, scene.max_tokens, kept, guess=tokens)
+        assert tokens == theirs, message
         (alone,) = running.run([replace(scene, arrival=0)])
         assert list(alone.outputs[0].token_ids) == tokens, message
         assert torch.equal(running.kept(alone.request_id, length), kept), message

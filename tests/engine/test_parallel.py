@@ -141,7 +141,7 @@ def serve(
         assert len({int(part[..., :full].sum()) for part in parts}) == 1
         kept = torch.cat(parts, dim=1)
         tokens = list(output.outputs[0].token_ids)
-        assert tokens == oracle.generate(prompt, ask.max_tokens, kept), ask.xargs
+        assert tokens == oracle.generate(prompt, ask.max_tokens, kept, guess=tokens), ask.xargs
         trace = running.only_answer("kv_eviction_trace", output.request_id)
         assert trace["kept_by"] == kept.flatten(0, 1).sum(0).tolist()
         assert trace["pages"] == (kept[..., :full].sum(-1) // size).tolist()

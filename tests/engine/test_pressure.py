@@ -77,7 +77,8 @@ def test_with_room_answers_are_those_of_the_whole_cache(
     assert causes(outputs) == [[], [], []]
     for asked, output in zip(asks, outputs, strict=True):
         prompt = oracle.prompt(asked.text, asked.images)
-        assert list(output.outputs[0].token_ids) == oracle.generate(prompt, asked.max_tokens)
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == oracle.generate(prompt, asked.max_tokens, guess=tokens)
 
 
 def serve(

@@ -99,8 +99,9 @@ def test_eviction_never_makes_a_cached_block_wrong(evicting: SteppedEngine, orac
         torch.testing.assert_close(seen[hash_], content, atol=1e-3, rtol=1e-3)
     for name, ask in zip(names, asks, strict=True):
         kept = evicting.kept(name, len(finished[name].prompt_token_ids))
-        tokens = oracle.generate(oracle.prompt(ask.text, ask.images), ask.max_tokens, kept)
-        assert list(finished[name].outputs[0].token_ids) == tokens
+        tokens = list(finished[name].outputs[0].token_ids)
+        prompt = oracle.prompt(ask.text, ask.images)
+        assert tokens == oracle.generate(prompt, ask.max_tokens, kept, guess=tokens)
 
 
 def test_a_preempted_request_is_evicted_again_though_all_of_its_prompt_is_cached(

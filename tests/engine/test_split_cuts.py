@@ -203,7 +203,8 @@ def assert_cut(
         **EVICTION[kind],
     )
     prompt = oracle.prompt(asked.text, asked.images)
-    answer = oracle.answer(prompt, asked.max_tokens, wanted, split.stages)
+    tokens = list(output.outputs[0].token_ids)
+    answer = oracle.answer(prompt, asked.max_tokens, wanted, split.stages, guess=tokens)
     assert len(answer.cuts) >= 3, name
     of_workers = running.cuts_on_workers(output.request_id)
     assert len(set(map(len, of_workers))) == 1

@@ -165,7 +165,7 @@ def test_tokens_and_kept_positions_are_the_oracles_alone_and_in_a_batch(served: 
         assert torch.equal(kept, selection.kept), f"{ask.xargs} keeps other tokens"
         tokens = list(output.outputs[0].token_ids)
         merging = length // BLOCK_SIZE * BLOCK_SIZE if wanted.merges else 0
-        assert tokens == oracle.generate(prompt, TOKENS, kept, merging), ask.xargs
+        assert tokens == oracle.generate(prompt, TOKENS, kept, merging, tokens), ask.xargs
         (alone,) = running.run([replace(ask, arrival=0)])
         assert list(alone.outputs[0].token_ids) == tokens
         assert torch.equal(running.kept(alone.request_id, length), kept)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -251,6 +252,43 @@ def test_cuts_in_steps(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> No
     assert torch.equal(again.logprobs, answer.logprobs)
     plain = oracle.generate(prompt, defer + 1)
     assert answer.tokens[: defer + 1] == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "passes"),
+    [
+        ({}, 2),
+        ({"defer": 3}, 3),
+        ({"defer": 4, "schedule": ((10, 0.3), (25, 0.15)), "budget": 0.6}, 5),
+        ({"ceiling": 128, "buffer": 32, "budget": 0.9}, None),
+        ({"changes": (Change(5, 4, 5), Change(9, None), Change(12, 3, 2))}, 5),
+        ({"method": "elastic", "defer": 6}, 3),
+    ],
+    ids=["", "waits", "steps", "ceiling", "changes", "merges"],
+)
+def test_a_right_guess_is_the_answer(
+    oracle: Oracle, prompt: Prompt, fields: dict[str, Any], passes: int | None
+) -> None:
+    """With the same cuts, in a pass for each part between two of them; a wrong one is not used."""
+    eviction = replace(Eviction(0.3, 16, method="tgv"), **fields)
+    answer = oracle.answer(prompt, ANSWER, eviction)
+    counted: list[Any] = []
+    handle = oracle.model.register_forward_hook(lambda *_: counted.append(1))
+    guessed = oracle.answer(prompt, ANSWER, eviction, guess=answer.tokens)
+    handle.remove()
+    assert len(counted) < ANSWER // 4
+    assert passes is None or len(counted) == passes
+    wrong = [*answer.tokens[:-1], answer.tokens[-1] + 1]
+    for other in (guessed, oracle.answer(prompt, ANSWER, eviction, guess=wrong)):
+        assert other.tokens == answer.tokens
+        torch.testing.assert_close(other.logprobs, answer.logprobs, rtol=0, atol=1e-4)
+        for ours, theirs in zip(other.cuts, answer.cuts, strict=True):
+            assert ours.after == theirs.after
+            assert torch.equal(ours.selection.kept, theirs.selection.kept)
+            torch.testing.assert_close(ours.attention, theirs.attention, rtol=1e-4, atol=1e-5)
+    if not fields:
+        for guess in (answer.tokens, wrong):
+            assert oracle.generate(prompt, ANSWER, *answer.kept, guess=guess) == answer.tokens
 
 
 def test_rows_of_a_later_cut(oracle: Oracle, prompt: Prompt) -> None:

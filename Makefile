@@ -20,6 +20,7 @@ GPU_PYTHON ?= $(BIN)/python
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --no-loadscope-reorder
 DAILY := not apparatus and not nightly
+MARKS ?= not compatibility and $(DAILY)
 
 include tools/cpu/environment.mk
 export OMP_WAIT_POLICY VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_KVCACHE_SPACE
@@ -78,11 +79,11 @@ lint: setup ## ruff, mypy, and the order of layers (import-linter)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-test: lint ## lint and the usual tests, within 12 minutes on two cores: JOBS=... for more
-	$(PYTEST) -m "not compatibility and $(DAILY)"
+test: lint ## lint and the usual tests; JOBS=... processes, MARKS="..." selects others
+	$(PYTEST) -m "$(MARKS)"
 
+test-all: MARKS = $(DAILY)
 test-all: test ## the same and what is marked `compatibility`: features of vLLM, faults
-	$(PYTEST) -m "compatibility and $(DAILY)"
 
 test-apparatus: setup ## the tests of what stands around the plugin: docs, demo, evaluation, tools
 	$(PYTEST) -m "apparatus and not nightly"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from measure.pairs import CONNECTOR, nixl_environment
+from tests.engine.processes import FORKED
 
 if TYPE_CHECKING:
     from tests.engine.running import Ask, SteppedEngine
@@ -83,7 +84,8 @@ def engine_process(
         kind: `cpu`, `ranks`, `ahead` (FlashAttention is pretended, with steps scheduled ahead), or
             `v2` (model runner V2).
     """
-    context = multiprocessing.get_context("spawn")
+    # Model runner V2 needs a process that is prepared before it imports vLLM.
+    context = multiprocessing.get_context("spawn") if kind == "v2" else FORKED
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, str(folder), eviction, kind, options))
     process.start()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from vllm.utils.network_utils import get_open_port
 
 from tests.engine import lockstep
+from tests.engine.processes import FORKED
 from tests.engine.questions import DEBUG, album, budget
 from tests.engine.running import engine
 from tests.models import QWEN_IMAGE
@@ -39,9 +39,8 @@ def test_engines_that_step_together_answer_as_one(tiny_model: Callable[..., Path
     ]
     gone = album(30, 20, 200, image_text=QWEN_IMAGE, max_tokens=20, arrival=0, xargs=budget(0.4))
     asks[1].insert(0, gone)
-    context = multiprocessing.get_context("spawn")
     port = get_open_port()
-    with ProcessPoolExecutor(2, context) as processes:
+    with ProcessPoolExecutor(2, FORKED) as processes:
         both = [
             processes.submit(
                 lockstep.serve,

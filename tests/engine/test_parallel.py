@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.executor import multiproc_executor
 
 from oracle.emulation import Eviction, Oracle
+from tests.engine.processes import FORKED
 from tests.engine.questions import DEBUG, album, budget
 from tests.engine.running import SHARED, Ask, SteppedEngine, name_of
 from vllm_tgvkv.worker.ranks import Exchanges
@@ -100,8 +102,7 @@ def workers(
     """Run an engine with one worker for each of `cores`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
-        # This process has threads, which do not survive a fork.
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.setattr(multiproc_executor, "get_mp_context", lambda: FORKED)
         SHARED.close()
         running = kind(folder, eviction, **options)
         try:

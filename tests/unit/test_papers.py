@@ -366,6 +366,32 @@ def test_vl_cache() -> None:
         assert chosen == best | set(range(recent, layout.length))
 
 
+# -- PrefixKV ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.6])
+def test_prefixkv(share: float) -> None:
+    """Every layer keeps the shortest prefix of its ranking that has the same part of the whole."""
+    num_layers, num_tokens = 6, 400
+    budget = round(share * num_tokens)
+    spread = torch.linspace(0.2, 3, num_layers)[:, None, None]
+    scores = (torch.randn(num_layers, 1, num_tokens) * spread).exp()
+    decision = keep("prefixkv", scores, budget)
+    ranked = scores[:, 0].double().sort(dim=1, descending=True)
+    parts = ranked.values.cumsum(1) / ranked.values.sum(1, keepdim=True)
+
+    def lengths(part: float) -> Tensor:
+        return (parts < part).sum(1) + 1
+
+    # No other part than that of a prefix changes a length.
+    enough = (p for p in parts.flatten().sort().values if lengths(p).sum() >= num_layers * budget)
+    wanted = lengths(next(enough))
+    counts = decision.counts[:, 0]
+    assert counts.sum() == num_layers * budget
+    assert ((counts - wanted).abs() <= 1).all()  # what the last part is too much comes off
+    assert wanted.max() > 2 * wanted.min()
+
+
 # -- TrimKV and DBTrimKV ----------------------------------------------------------------------
 
 

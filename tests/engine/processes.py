@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes for engines and ranks, forked from one that has imported vLLM.
+
+vLLM's CPU backend spawns its workers, each of which imports torch and vLLM for up to half a minute.
+A fork of the test's own process would have its threads' locks, its engine's process group and its
+patches; a fork of this server has nothing but imported modules.
+"""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import context
+from typing import Any
+
+
+class _Process(context.ForkServerProcess):
+    """A process with the environment of the one that starts it, as a spawned one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        super().run()
+
+
+class _Context(context.ForkServerContext):
+    Process = _Process  # type: ignore[assignment]
+
+
+FORKED = _Context()
+FORKED.set_forkserver_preload(["tests.engine.running", "vllm.v1.worker.cpu_model_runner"])

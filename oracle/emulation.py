@@ -698,6 +698,8 @@ class Oracle:
                 gates = new_gates if gates is None else torch.cat((gates, new_gates), dim=2)
             states = self._kept_states(cache)
             moment = Moment(length, kept, rows, queries, *states, gates, self.sinks)
+            if given is not None:
+                chosen = given[: moment.answer]
             new = cut(moment) if callable(cut) else (cut or {}).get(moment.answer)
             if new is not None:
                 kept = kept & new
@@ -711,10 +713,7 @@ class Oracle:
                 kept, absorbed = torch.ones_like(kept), None
                 if recomputes:
                     cache, gates = self._computed_again(prompt, chosen)
-            if given is None:
-                chosen.append(int(logprobs[-1].argmax()))
-            else:
-                chosen = given[: moment.answer + 1]
+            chosen.append(int(logprobs[-1].argmax()) if given is None else given[moment.answer])
             if len(chosen) == number:
                 return Answer(chosen, torch.cat(logprobs))
             step = chosen[-1:]

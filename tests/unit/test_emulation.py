@@ -262,9 +262,10 @@ def test_cuts_in_steps(oracle: Oracle, prompt: Prompt, eviction: Eviction) -> No
         ({"defer": 4, "schedule": ((10, 0.3), (25, 0.15)), "budget": 0.6}, 5),
         ({"ceiling": 128, "buffer": 32, "budget": 0.9}, None),
         ({"changes": (Change(5, 4, 5), Change(9, None), Change(12, 3, 2))}, 5),
+        ({"changes": (Change(5, 4, 5), Change(20, None, recomputes=True))}, 5),
         ({"method": "elastic", "defer": 6}, 3),
     ],
-    ids=["", "waits", "steps", "ceiling", "changes", "merges"],
+    ids=["", "waits", "steps", "ceiling", "changes", "recomputes", "merges"],
 )
 def test_a_right_guess_is_the_answer(
     oracle: Oracle, prompt: Prompt, fields: dict[str, Any], passes: int | None

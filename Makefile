@@ -20,6 +20,7 @@ GPU_PYTHON ?= $(BIN)/python
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --no-loadscope-reorder
 DAILY := not apparatus and not nightly
+# What `make test` selects. CI selects more, in the same run.
 MARKS ?= not compatibility and $(DAILY)
 
 include tools/cpu/environment.mk
@@ -79,7 +80,7 @@ lint: setup ## ruff, mypy, and the order of layers (import-linter)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-test: lint ## lint and the usual tests; JOBS=... processes, MARKS="..." selects others
+test: lint ## lint and the usual tests, within half an hour on two cores: JOBS=... for more
 	$(PYTEST) -m "$(MARKS)"
 
 test-all: MARKS = $(DAILY)

@@ -284,7 +284,7 @@ class Cutter:
         return kept if len(self.cuts) > before else None
 
     def is_idle(self, answer: int) -> bool:
-        """Return whether nothing is decided after so many tokens of the answer."""
+        """Return whether no decision is due once this many answer tokens have been computed."""
         eviction = self.eviction
         if eviction.recall is not None:
             return False
@@ -606,32 +606,19 @@ class Oracle:
             stages: number of layers of each pipeline stage.
             tokens: answer to follow in place of the greedy one.
             chosen: by answer tokens, sets to use in place of its own choices.
-            guess: what the greedy answer may be. If it is, a pass computes all tokens up to the
-                next cut; if not, the answer is computed again.
+            guess: what the greedy answer may be. A right guess takes one pass for all tokens up to
+                the next cut; after a wrong one the answer is computed token by token.
         """
-        if guess is not None and len(guess) == max_tokens and self.takes_blocks:
-            found = self._answer(prompt, max_tokens, eviction, stages, guess, chosen, blocks=True)
+        if guess is not None and len(guess) == max_tokens:
+            found = self.answer(prompt, max_tokens, eviction, stages, guess, chosen)
             if found.logprobs.argmax(1).tolist() == list(guess):
                 return found
-        return self._answer(prompt, max_tokens, eviction, stages, tokens, chosen)
-
-    def _answer(
-        self,
-        prompt: Prompt,
-        max_tokens: int,
-        eviction: Eviction,
-        stages: Sequence[int] | None,
-        tokens: Sequence[int] | None,
-        chosen: Mapping[int, torch.Tensor] | None,
-        blocks: bool = False,
-    ) -> Answer:
-        """Return an answer; with `blocks`, given tokens up to the next cut are one step."""
         cutter = Cutter(eviction, prompt.layout, self.kv_heads, stages)
         full = len(prompt.token_ids) // eviction.block_size * eviction.block_size
         merging = full if eviction.merges else 0
         chooser = Chooser(eviction, cutter, max_tokens - 2, chosen or {})
         more: dict[str, Any] = {"whole_after": eviction.whole_after, "choose": chooser}
-        if blocks:
+        if self.takes_blocks:
             more["is_idle"] = cutter.is_idle
         answer = self.decode(prompt, max_tokens, cutter, tokens, merging, **more)
         return replace(answer, cuts=cutter.cuts, choices=chooser.choices)
@@ -666,8 +653,9 @@ class Oracle:
                 they stay as they are.
             choose: called behind any cut, it returns what every later query may see, in place of
                 what is left, or None for no change.
-            is_idle: whether no step needs to end after so many tokens, so that given tokens can be
-                computed together. By default each is a step.
+            is_idle: called with a number of answer tokens, it returns whether nothing can change
+                after them. Given tokens up to the next change are computed in one step. By default
+                each token is a step.
         """
         given = list(tokens[:max_tokens]) if tokens is not None else None
         number = max_tokens if given is None else len(given)
@@ -716,11 +704,10 @@ class Oracle:
             chosen.append(int(logprobs[-1].argmax()) if given is None else given[moment.answer])
             if len(chosen) == number:
                 return Answer(chosen, torch.cat(logprobs))
-            step = chosen[-1:]
-            while given is not None and moment.answer + len(step) < number - 1:
-                if not is_idle(moment.answer + len(step)):
-                    break
-                step.append(given[moment.answer + len(step)])
+            end = len(chosen)
+            while given is not None and end < number - 1 and is_idle(end):
+                end += 1
+            step = (chosen if given is None else given)[moment.answer : end]
             inputs = {"input_ids": torch.tensor([step])}
             kept = torch.nn.functional.pad(kept, (0, len(step)), value=True)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes for engines and ranks, forked from one that has imported vLLM.
 
-vLLM's CPU backend spawns its workers, each of which imports torch and vLLM for up to half a minute.
-A fork of the test's own process would have its threads' locks, its engine's process group and its
-patches; a fork of this server has nothing but imported modules.
+On CPU, vLLM starts every worker as a new Python process, which takes up to half a minute to import
+torch and vLLM. Forking the test's own process would copy the locks of its threads, its engine's
+process group and its patches. The process that is forked here has only imported modules.
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ def assert_agrees(
     wanted, prompt = wanted_of(running, asked, **more), oracle.prompt(asked.text, asked.images)
     by_token, told = kept_by_token(output, kept or running.kept_after_cuts(output.request_id))
     chosen = {after: by_token[after] for after in told}
-    guess = list(output.outputs[0].token_ids)
-    answer = oracle.answer(prompt, asked.max_tokens, wanted, stages, chosen=chosen, guess=guess)
+    answer = oracle.answer(prompt, asked.max_tokens, wanted, stages, chosen=chosen)
     assert told == [after for after, _ in answer.choices]
     theirs = dict([(cut.after, cut.selection.kept) for cut in answer.cuts] + answer.choices)
     num_full, num_others, num_kept = len(prompt.token_ids) // SIZE * SIZE, 0, 0

@@ -383,7 +383,7 @@ def test_prefixkv(share: float) -> None:
     def lengths(part: float) -> Tensor:
         return (parts < part).sum(1) + 1
 
-    # No other part than that of a prefix changes a length.
+    # The lengths change only at these values of the part, so it is enough to try each of them.
     enough = (p for p in parts.flatten().sort().values if lengths(p).sum() >= num_layers * budget)
     wanted = lengths(next(enough))
     counts = decision.counts[:, 0]
